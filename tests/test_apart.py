@@ -32,7 +32,7 @@ def echo(channel: Channel) -> None:
             channel.send(channel.receive())
 
 
-def test_words_go_to_and_fro_and_no_process_outlasts_the_block() -> None:
+def test_words_go_to_and_fro_and_no_process_outlasts_the_block():
     with begun(echo) as process:
         pid = process.receive()
         process.send("a")
@@ -41,13 +41,13 @@ def test_words_go_to_and_fro_and_no_process_outlasts_the_block() -> None:
         os.kill(pid, 0)
 
 
-def test_what_a_function_raises_elsewhere_is_told_with_its_traceback() -> None:
+def test_what_a_function_raises_elsewhere_is_told_with_its_traceback():
     with pytest.raises(NoAnswerError, match="at all") as raised:
         result_of(fail, "room")
     assert "ValueError: no room" in raised.value.__notes__[0]
 
 
-def test_a_process_that_is_killed_has_no_answer() -> None:
+def test_a_process_that_is_killed_has_no_answer():
     with pytest.raises(NoAnswerError, match="status -9"):
         result_of(die)
     with begun(die_unheard) as process:

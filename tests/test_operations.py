@@ -20,14 +20,12 @@ import numpy
 import pytest
 import torch
 from racing import PATIENCE, until
-from rank_worlds import Worlds
 from states import difference
 from torch import nn
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer
 from async_ckpt.core.runs.run import Run
-from async_ckpt.testing.servers import Server
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="schedulers and shells as Linux has them")
 
@@ -87,7 +85,7 @@ def sizing() -> dict[str, Any]:
     return names | {"rows": printed.getvalue()}
 
 
-def test_the_table_shows_what_the_formulas_give(sizing: dict[str, Any]) -> None:
+def test_the_table_shows_what_the_formulas_give(sizing):
     assert sizing["rows"] in PAGE
 
 
@@ -115,15 +113,13 @@ def tensor_bytes(state: Any) -> int:
     ],
     ids=["one large tensor", "many small ones with long names", "a training"],
 )
-def test_an_archive_has_at_most_the_size_of_the_formula(
-    state: dict[str, Any], sizing: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_archive_has_at_most_the_size_of_the_formula(state, sizing, tmp_path):
     report = async_ckpt.save(state, tmp_path / "x.tar").result()
     num_state_bytes = tensor_bytes(async_ckpt.load(tmp_path / "x.tar"))
     assert num_state_bytes < report.num_bytes <= sizing["archive_bytes"](num_state_bytes, report.num_tensors)
 
 
-def test_the_memory_for_a_snapshot_is_that_of_the_formula(sizing: dict[str, Any], tmp_path: Path) -> None:
+def test_the_memory_for_a_snapshot_is_that_of_the_formula(sizing, tmp_path):
     state = {"weight": torch.zeros(70 * MIB, dtype=torch.uint8)}
     with AsyncCheckpointer(tmp_path) as ckpt:
         ckpt.prewarm(state)
@@ -132,7 +128,7 @@ def test_the_memory_for_a_snapshot_is_that_of_the_formula(sizing: dict[str, Any]
         assert before == ckpt.metrics()["pool_bytes"] == sizing["host_memory_bytes"](report.num_bytes) == 96 * MIB
 
 
-def test_several_saves_under_way_take_at_most_the_memory_of_the_formula(sizing: dict[str, Any], tmp_path: Path) -> None:
+def test_several_saves_under_way_take_at_most_the_memory_of_the_formula(sizing, tmp_path):
     state = {"weight": torch.zeros(40 * MIB, dtype=torch.uint8)}
     with AsyncCheckpointer(tmp_path, max_in_flight=2) as ckpt:
         handles = [ckpt.save(state, step=step) for step in range(4)]
@@ -141,15 +137,13 @@ def test_several_saves_under_way_take_at_most_the_memory_of_the_formula(sizing: 
     assert pool_bytes <= sizing["host_memory_bytes"](num_bytes, max_in_flight=2) == 128 * MIB
 
 
-def test_a_budget_is_never_passed(tmp_path: Path) -> None:
+def test_a_budget_is_never_passed(tmp_path):
     with AsyncCheckpointer(tmp_path, host_bytes=32 * MIB) as ckpt:
         ckpt.save({"weight": torch.zeros(70 * MIB, dtype=torch.uint8)}, step=1).result()
         assert 0 < ckpt.metrics()["pool_bytes"] <= 32 * MIB
 
 
-def test_a_root_takes_at_most_the_room_of_the_formula(
-    sizing: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_root_takes_at_most_the_room_of_the_formula(sizing, tmp_path, monkeypatch):
     retain, seen = Run.retain, []
 
     def look_first(self: Run, *arguments: Any, **options: Any) -> list[int]:
@@ -164,7 +158,7 @@ def test_a_root_takes_at_most_the_room_of_the_formula(
     assert max(seen) == sizing["storage_bytes"](report.num_bytes, keep=2) == 3 * report.num_bytes
 
 
-def test_a_step_of_one_rank_is_two_objects(tmp_path: Path) -> None:
+def test_a_step_of_one_rank_is_two_objects(tmp_path):
     with AsyncCheckpointer(tmp_path) as ckpt:
         ckpt.save({"weight": torch.zeros(3)}, step=1).result()
     assert len([*(tmp_path / "step_00000001").iterdir()]) == 2
@@ -219,7 +213,7 @@ def slurm_job(**env: object) -> int:
     return subprocess.run(["bash", "train.sbatch"], env=environment, timeout=4 * PATIENCE, check=False).returncode
 
 
-def test_the_script_for_slurm_saves_before_the_time_limit_is_requeued_and_goes_on(here: Path) -> None:
+def test_the_script_for_slurm_saves_before_the_time_limit_is_requeued_and_goes_on(here):
     """A stand-in of srun starts four ranks, and sends each the signal that the script asks for; two go on."""
     write_script("train.py")
     write_script("train.sbatch")
@@ -250,7 +244,7 @@ def env_of(job: dict[str, Any]) -> dict[str, str]:
     return {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
 
 
-def test_a_pod_of_the_job_saves_at_sigterm_and_ends_with_the_status_that_is_no_failure(here: Path) -> None:
+def test_a_pod_of_the_job_saves_at_sigterm_and_ends_with_the_status_that_is_no_failure(here):
     write_script("train.py")
     job = documents("job.yaml")
     pod = [sys.executable, "train.py"]  # the first process of the container, without a shell
@@ -276,7 +270,7 @@ def jobs() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["job.yaml", "jobset.yaml"])
-def test_the_jobs_are_as_the_schemas_of_kubernetes_say(name: str) -> None:
+def test_the_jobs_are_as_the_schemas_of_kubernetes_say(name):
     kubernetes = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     job = jobs()[name]
     kubernetes.validate(job, "1.34", strict=True)
@@ -285,7 +279,7 @@ def test_the_jobs_are_as_the_schemas_of_kubernetes_say(name: str) -> None:
         kubernetes.validate(job, "1.34", strict=True)
 
 
-def test_the_ranks_of_the_jobset_find_each_other() -> None:
+def test_the_ranks_of_the_jobset_find_each_other():
     """Names of hosts are <jobset>-<replicated job>-<job index>-<pod index>.<jobset>."""
     jobset = documents("jobset.yaml")
     (ranks,) = jobset["spec"]["replicatedJobs"]
@@ -300,7 +294,7 @@ def test_the_ranks_of_the_jobset_find_each_other() -> None:
 # --- lifecycle rules -----------------------------------------------------------------------------------------------
 
 
-def test_a_bucket_takes_the_lifecycle_rules(s3: Server, bucket: str) -> None:
+def test_a_bucket_takes_the_lifecycle_rules(s3, bucket):
     boto3 = pytest.importorskip("boto3", reason="boto3 is not installed")
     client = boto3.client(
         "s3",
@@ -315,7 +309,7 @@ def test_a_bucket_takes_the_lifecycle_rules(s3: Server, bucket: str) -> None:
     assert {rule["ID"]: rule for rule in kept} == {rule["ID"]: rule for rule in rules["Rules"]}
 
 
-def test_the_rule_for_google_is_json() -> None:
+def test_the_rule_for_google_is_json():
     (rule,) = json.loads(BLOCKS["lifecycle-google.json"])["rule"]
     assert rule["action"]["type"] == "AbortIncompleteMultipartUpload"
 
@@ -334,7 +328,7 @@ def by_plain_types(value: Any) -> Any:
     return torch.from_numpy(value) if isinstance(value, numpy.ndarray) else value
 
 
-def test_a_step_of_one_rank_is_recovered_by_hand(here: Path) -> None:
+def test_a_step_of_one_rank_is_recovered_by_hand(here):
     tool("jq")
     model, ref = nn.Linear(64, 64), nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -370,7 +364,7 @@ with open_run("runs/ranks") as ckpt:
 """
 
 
-def test_a_step_of_several_ranks_is_recovered_by_hand(here: Path, worlds: Worlds) -> None:
+def test_a_step_of_several_ranks_is_recovered_by_hand(here, worlds):
     tool("jq")
     worlds.run(2, f"import async_ckpt\nos.chdir({str(here)!r})\n{FSDP}")
     assert len([*Path("runs/ranks/step_00000005").iterdir()]) == 2 + 3  # as the page says
@@ -385,7 +379,7 @@ def test_a_step_of_several_ranks_is_recovered_by_hand(here: Path, worlds: Worlds
 # --- the runbook ---------------------------------------------------------------------------------------------------
 
 
-def test_the_runbook_has_a_section_with_a_command_for_each_alert() -> None:
+def test_the_runbook_has_a_section_with_a_command_for_each_alert():
     runbook = PAGE.partition("\n## Runbook\n")[2]
     assert re.findall(r"^### (\w+)$", runbook, flags=re.M) == ALERTS
     assert [title for title in BLOCKS if title in ALERTS] == ALERTS
@@ -411,6 +405,6 @@ def run(here: Path) -> Path:
         ("StorageSpaceLow", 1, r"1 of 3 steps would be deleted(.|\n)*can be repaired"),  # 1: there is something to mend
     ],
 )
-def test_the_command_of_an_alert_shows_what_it_is_for(run: Path, alert: str, status: int, shown: str) -> None:
+def test_the_command_of_an_alert_shows_what_it_is_for(run, alert, status, shown):
     tool("jq")
     assert re.search(shown, shell(BLOCKS[alert], status=status))

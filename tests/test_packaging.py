@@ -41,7 +41,7 @@ def metadata(wheel: Path) -> Message:
         return Parser().parsestr(archive.read(name).decode())
 
 
-def test_the_wheel_has_the_whole_package_and_nothing_beside_it(wheel: Path) -> None:
+def test_the_wheel_has_the_whole_package_and_nothing_beside_it(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     package = ROOT / "async_ckpt"
@@ -50,7 +50,7 @@ def test_the_wheel_has_the_whole_package_and_nothing_beside_it(wheel: Path) -> N
     assert {"async_ckpt/py.typed", "async_ckpt/tools/command/page/assets/page.js"} <= names
 
 
-def test_every_link_of_the_description_is_absolute_and_leads_to_a_file(metadata: Message) -> None:
+def test_every_link_of_the_description_is_absolute_and_leads_to_a_file(metadata):
     version = re.escape(async_ckpt.__version__)
     prose = re.sub(r"```.*?```", "", str(metadata.get_payload()), flags=re.S)
     targets = re.findall(r"\]\(([^)\s]+)\)", prose)
@@ -60,18 +60,18 @@ def test_every_link_of_the_description_is_absolute_and_leads_to_a_file(metadata:
     assert [path for path in paths if not (ROOT / path).is_file()] == []
 
 
-def test_pictures_are_linked_as_files_and_not_as_pages(metadata: Message) -> None:
+def test_pictures_are_linked_as_files_and_not_as_pages(metadata):
     pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", str(metadata.get_payload()))
     assert pictures
     assert all(url.startswith("https://raw.githubusercontent.com/") for url in pictures)
 
 
-def test_the_version_is_that_of_the_package_and_of_the_changelog(metadata: Message) -> None:
+def test_the_version_is_that_of_the_package_and_of_the_changelog(metadata):
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert metadata["Version"] == async_ckpt.__version__
     assert re.findall(r"^## \[(\d[^]]*)\] - \d{4}-\d\d-\d\d$", changelog, flags=re.M)[0] == metadata["Version"]
 
 
-def test_a_plain_install_needs_torch_and_xxhash_alone(metadata: Message) -> None:
+def test_a_plain_install_needs_torch_and_xxhash_alone(metadata):
     needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert sorted(re.split(r"[<>=]", line)[0] for line in needed) == ["torch", "xxhash"]

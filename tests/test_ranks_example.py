@@ -23,7 +23,7 @@ def trained(ranks: int, folder: Path, steps: int) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_two_ranks_go_on_with_what_four_have_saved(tmp_path: Path) -> None:
+def test_two_ranks_go_on_with_what_four_have_saved(tmp_path):
     assert trained(4, tmp_path, 20)[0] == {"event": "restored", "step": None}
     first, *steps = trained(2, tmp_path, 30)
     assert first == {"event": "restored", "step": 20}

@@ -117,7 +117,7 @@ def test_each_refusal_of_a_state_has_a_row():
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_each_refusal_of_a_state_says_what_its_row_says(what: str, tmp_path: Path):
+def test_each_refusal_of_a_state_says_what_its_row_says(what, tmp_path):
     message = dict(rows("### In a state"))[what]
     with pytest.raises((async_ckpt.CheckpointError, ValueError)) as caught:
         REFUSED[what](tmp_path)

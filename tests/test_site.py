@@ -55,12 +55,12 @@ def at(site: dict[Path, Links], name: str) -> Links:
     return found
 
 
-def test_every_page_of_the_docs_is_in_it_and_in_its_navigation(site: dict[Path, Links]) -> None:
+def test_every_page_of_the_docs_is_in_it_and_in_its_navigation(site):
     names = {page.stem for page in (ROOT / "docs").glob("*.md")}
     assert {f"{name}.html" for name in names} <= {*at(site, "index").links}
 
 
-def test_every_public_name_is_in_the_reference(site: dict[Path, Links]) -> None:
+def test_every_public_name_is_in_the_reference(site):
     anchors = at(site, "reference/async_ckpt").anchors
     modules = {"errors", "files"}  # which have pages of their own
     assert {f"async_ckpt.{name}" for name in {*async_ckpt.__all__} - modules} - anchors == set()
@@ -69,7 +69,7 @@ def test_every_public_name_is_in_the_reference(site: dict[Path, Links]) -> None:
     assert "async_ckpt.files.open_file" in at(site, "reference/async_ckpt.files").anchors
 
 
-def test_every_link_leads_to_a_file_and_an_anchor_of_the_site(site: dict[Path, Links]) -> None:
+def test_every_link_leads_to_a_file_and_an_anchor_of_the_site(site):
     wrong = []
     for page, links in site.items():
         for link in (*links.links, *links.loaded):
@@ -82,14 +82,14 @@ def test_every_link_leads_to_a_file_and_an_anchor_of_the_site(site: dict[Path, L
     assert wrong == []
 
 
-def test_a_browser_loads_nothing_from_elsewhere(site: dict[Path, Links]) -> None:
+def test_a_browser_loads_nothing_from_elsewhere(site):
     loaded = [link for links in site.values() for link in links.loaded]
     assert loaded
     assert [link for link in loaded if re.match(r"(https?:)?//", link)] == []
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium on this machine: apt-get install chromium")
-def test_the_search_works_in_a_browser_that_opens_the_folder(site: dict[Path, Links], tmp_path: Path) -> None:
+def test_the_search_works_in_a_browser_that_opens_the_folder(site, tmp_path):
     """Browsers start no worker and fetch no file for a page from a folder."""
     (index,) = [page for page in site if page.name == "index.html"]
     flags = [

@@ -550,7 +550,7 @@ def test_a_held_snapshot_is_of_the_instant_of_its_call(tmp_path):
         assert_all(ckpt.load(1), 3.0)
 
 
-def test_a_wrapped_function_gets_the_state_of_the_instant_of_its_call(tmp_path: Path):
+def test_a_wrapped_function_gets_the_state_of_the_instant_of_its_call(tmp_path):
     state = mixed(3.0)
     save = async_ckpt.wrap(torch.save)
     with held(here()):

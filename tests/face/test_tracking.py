@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from racing import Gate
-from rank_worlds import Worlds
 from states import assert_is_state, open_run, state_at
 from tracked import Recorder, folder_of, save_with_losses
 
@@ -156,7 +155,7 @@ here.tell([list(tracker.aliases), [one["step"] for one in tracker.restored_from]
 """
 
 
-def test_only_rank_0_tells(tmp_path, worlds: Worlds):
+def test_only_rank_0_tells(tmp_path, worlds):
     ended = worlds.run(2, f"root = {str(tmp_path / 'run')!r}" + RANKS)
 
     assert [rank.told[-1] for rank in ended] == [[[1], [1]], [[], []]]

@@ -26,7 +26,7 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_the_benchmark_of_a_framework_runs_at_toy_size(name: str, tmp_path: Path) -> None:
+def test_the_benchmark_of_a_framework_runs_at_toy_size(name, tmp_path):
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed: make test-frameworks")
     command = [sys.executable, "-m", "benchmarks", name, "--dir", str(tmp_path / "disk"), "--out", str(tmp_path)]

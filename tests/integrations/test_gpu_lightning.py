@@ -39,7 +39,7 @@ def model_of(kit: Any, strategy: str) -> Any:
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")  # there is one device
 @pytest.mark.parametrize("strategy", ["auto", "model parallel", "fsdp"])
-def test_a_training_on_a_gpu_goes_on_bit_for_bit(tmp_path: Path, strategy: str) -> None:
+def test_a_training_on_a_gpu_goes_on_bit_for_bit(tmp_path, strategy):
     pytest.importorskip("pytorch_lightning", reason="Lightning is not installed")
     kit = kit_of("pytorch_lightning")
 

@@ -62,7 +62,7 @@ def ran(script: str, *arguments: Any) -> Any:
 
 @pytest.mark.parametrize("options", [{}, {"fp16": True}, {"bf16": True}], ids=["float", "fp16", "bf16"])
 @pytest.mark.parametrize("kind", ["Files", "Archives"])
-def test_a_trainer_goes_on_bit_for_bit(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+def test_a_trainer_goes_on_bit_for_bit(tmp_path, kind, options):
     pytest.importorskip("transformers", reason="Transformers is not installed")
     plain = ran(_TRAINER, "Trainer", tmp_path / "plain", "", json.dumps(options), "")
     assert ran(_TRAINER, kind, tmp_path / "ours", "", json.dumps(options), "") == plain
@@ -74,7 +74,7 @@ def test_a_trainer_goes_on_bit_for_bit(tmp_path: Path, kind: str, options: dict[
 
 @pytest.mark.parametrize("form", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("kind", ["Files", "Archives"])
-def test_a_trainer_under_fsdp2_goes_on_bit_for_bit(tmp_path: Path, kind: str, form: str) -> None:
+def test_a_trainer_under_fsdp2_goes_on_bit_for_bit(tmp_path, kind, form):
     pytest.importorskip("transformers", reason="Transformers is not installed")
     whole = ran(_TRAINER, kind, tmp_path / "ours", "", "{}", form)
     assert ran(_TRAINER, kind, tmp_path / "again", tmp_path / "ours" / "checkpoint-4", "{}", form) == whole
@@ -84,7 +84,7 @@ def test_a_trainer_under_fsdp2_goes_on_bit_for_bit(tmp_path: Path, kind: str, fo
     ("layout", "precision", "fsdp"),
     [("archive", "no", ""), ("accelerate", "no", ""), ("archive", "fp16", ""), ("archive", "no", "fsdp")],
 )
-def test_accelerate_goes_on_bit_for_bit(tmp_path: Path, layout: str, precision: str, fsdp: str) -> None:
+def test_accelerate_goes_on_bit_for_bit(tmp_path, layout, precision, fsdp):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     whole = ran(_ACCELERATE, layout, tmp_path / "ours", "", precision, fsdp)
     folder = tmp_path / "ours" / "checkpoints" / "checkpoint_1"

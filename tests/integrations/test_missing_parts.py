@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from async_ckpt.integrations.skyrl.fsdp_ranks import FSDPCheckpoints
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("name", ["optimizer", "scheduler"])
-def test_the_archives_of_skyrl_are_refused_without_one_of_the_objects(tmp_path: Path, name: str, strict: bool):
+def test_the_archives_of_skyrl_are_refused_without_one_of_the_objects(tmp_path, name, strict):
     """However strict it is about the names of weights."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -38,7 +37,7 @@ def test_the_archives_of_skyrl_are_refused_without_one_of_the_objects(tmp_path: 
     assert torch.equal(live.weight, model.weight)
 
 
-def test_the_names_of_all_ranks_count(tmp_path: Path):
+def test_the_names_of_all_ranks_count(tmp_path):
     """Of stages of a pipeline, and values that differ."""
     folder = saved(
         tmp_path, 2, lambda rank: {f"stage {rank}": {"w": torch.ones(rank + 1)}, "of all": [rank], "n": rank}
@@ -48,7 +47,7 @@ def test_the_names_of_all_ranks_count(tmp_path: Path):
     assert isinstance(async_ckpt.load(folder)["n"], PerRank)
 
 
-def test_the_items_of_an_archive_are_counted_without_being_read(tmp_path: Path):
+def test_the_items_of_an_archive_are_counted_without_being_read(tmp_path):
     async_ckpt.save(
         {"models": [torch.ones(2), {}], "custom": [], "files": {"a": b"1"}, "n": 1}, tmp_path / "x.tar"
     ).result()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import slices
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_no_call_that_fails_breaks_a_promise(tmp_path: Path):
+def test_no_call_that_fails_breaks_a_promise(tmp_path):
     names = list(attack_scenarios.SCENARIOS)
     scenarios = [names[(slices.PART + number) % len(names)] for number in range(2)]
     results = MATRIX.attack(
@@ -32,7 +31,7 @@ def test_no_call_that_fails_breaks_a_promise(tmp_path: Path):
     assert {str(place): found for place, found in results.items() if found not in (None, NOT_MET)} == {}
 
 
-def test_a_step_that_was_told_of_and_is_gone_or_another_is_found(tmp_path: Path):
+def test_a_step_that_was_told_of_and_is_gone_or_another_is_found(tmp_path):
     scenario = attack_scenarios.SCENARIOS["save"]
     scenario.prepare(tmp_path)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from children import Nursery
 from slices import PART
 
 _TRY_ALL = """
@@ -15,7 +12,7 @@ sys.exit(1 if try_all(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])) els
 """
 
 
-def test_hostile_inputs_are_refused_by_documented_errors_and_reach_nothing(nursery: Nursery, tmp_path: Path) -> None:
+def test_hostile_inputs_are_refused_by_documented_errors_and_reach_nothing(nursery, tmp_path):
     # An input that hangs is found by an alarm of its own: what is waited for here is thousands of them on a busy machine.
     ended = nursery.start(_TRY_ALL, 150, PART, tmp_path / "failures").ended(600)
     assert ended.status == 0, ended.out + ended.err

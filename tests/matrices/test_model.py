@@ -16,7 +16,6 @@ from tests.matrices.model.commit_search import search, told
 from tests.matrices.model.commit_state import Configuration, first_state
 from tests.matrices.model.next_configurations import BROKEN_NEXT, QUICK_NEXT, WORDS, NextConfiguration
 from tests.matrices.model.tier_configurations import QUICK_TIERS
-from tests.matrices.model.tier_state import TierConfiguration
 from tests.matrices.model.word_model import WordConfiguration, WordMove
 from tests.matrices.model.word_replay import WordReplay
 
@@ -24,7 +23,7 @@ Explored = Configuration | NextConfiguration
 
 
 @pytest.mark.parametrize("configuration", [*QUICK, *QUICK_NEXT], ids=lambda one: one.name)
-def test_what_is_promised_holds_in_every_state(configuration: Explored) -> None:
+def test_what_is_promised_holds_in_every_state(configuration):
     found = search(configuration)
     assert not found.violation, told(found)
     assert found.is_whole
@@ -33,13 +32,13 @@ def test_what_is_promised_holds_in_every_state(configuration: Explored) -> None:
 @pytest.mark.parametrize(
     ("configuration", "violation"), [*some(BROKEN, 5), *some(BROKEN_NEXT, 3)], ids=lambda one: getattr(one, "name", "")
 )
-def test_a_broken_protocol_is_found(configuration: Explored, violation: str) -> None:
+def test_a_broken_protocol_is_found(configuration, violation):
     found = search(configuration)
     assert found.violation == violation, told(found)
 
 
 @pytest.mark.parametrize("configuration", SLOW, ids=lambda one: one.name)
-def test_listings_must_show_what_was_put(configuration: Configuration) -> None:
+def test_listings_must_show_what_was_put(configuration):
     """As docs/guarantees.md says of stores."""
     found = search(configuration)
     assert found.violation == VIOLATIONS[configuration.name], told(found)
@@ -59,7 +58,7 @@ def walk(configuration: Configuration, dice: random.Random) -> list[Move]:
 
 
 @pytest.mark.parametrize("seed", some(range(1000), 101))
-def test_the_library_takes_the_same_steps(seed: int) -> None:
+def test_the_library_takes_the_same_steps(seed):
     dice = random.Random(seed)
     configuration = dice.choice(WHOLE)
     path = walk(configuration, dice)
@@ -75,14 +74,14 @@ WAYS = [one for one, _ in BROKEN if isinstance(one, Configuration) and one.broke
 
 
 @pytest.mark.parametrize("broken", some(WAYS, 5), ids=lambda one: one.name)
-def test_the_library_does_not_go_the_way_of_a_broken_protocol(broken: Configuration) -> None:
+def test_the_library_does_not_go_the_way_of_a_broken_protocol(broken):
     path = search(broken).path
     with without_waiting(), pytest.raises(AssertionError, match=r"^move "):
         Replay(broken).follow(path)
 
 
 @pytest.mark.skipif(not is_tried(0, 5), reason="it looks at 40,000 states")
-def test_a_process_that_sleeps_between_its_last_look_and_its_deletion_deletes_what_a_rollback_has_saved_anew() -> None:
+def test_a_process_that_sleeps_between_its_last_look_and_its_deletion_deletes_what_a_rollback_has_saved_anew():
     """Known, and told in docs/guarantees.md: a store has no deletion on a condition."""
     found = search(KNOWN)
     assert found.violation == VIOLATIONS[KNOWN.name], told(found)
@@ -94,7 +93,7 @@ def test_a_process_that_sleeps_between_its_last_look_and_its_deletion_deletes_wh
     assert {one.step for one in found.path[-2].then.store.manifests} == {1, 2}
 
 
-def test_the_longest_way_is_the_library_s() -> None:
+def test_the_longest_way_is_the_library_s():
     found = search(QUICK[PART % len(QUICK)])
     with without_waiting():
         Replay(found.configuration).follow(found.path)
@@ -118,7 +117,7 @@ def word_walk(configuration: WordConfiguration, dice: random.Random) -> list[Wor
 
 
 @pytest.mark.parametrize("seed", some(range(40), 20))
-def test_the_calls_of_the_library_come_to_what_they_do_in_the_model(seed: int) -> None:
+def test_the_calls_of_the_library_come_to_what_they_do_in_the_model(seed):
     for number in range(50):
         dice = random.Random(50 * seed + number)
         configuration = dice.choice(WORDS)
@@ -131,12 +130,12 @@ def test_the_calls_of_the_library_come_to_what_they_do_in_the_model(seed: int) -
 
 
 @pytest.mark.parametrize("configuration", some(WORDS, 3), ids=lambda one: one.name)
-def test_the_library_takes_the_longest_way_of_words(configuration: WordConfiguration) -> None:
+def test_the_library_takes_the_longest_way_of_words(configuration):
     path = [move for move in search(configuration._replace(in_flight=1)).path if move.what != "deletes words"]
     WordReplay(configuration).follow(path)
 
 
-def test_a_decision_that_is_read_ahead_of_its_call_ends_that_call() -> None:
+def test_a_decision_that_is_read_ahead_of_its_call_ends_that_call():
     configuration = WordConfiguration("one call", ((word_model.Call(1),), (word_model.Call(1),)), faults=1)
     path = the_way(
         configuration,
@@ -170,7 +169,7 @@ WORD_WAYS = [one for one, _ in BROKEN_NEXT if isinstance(one, WordConfiguration)
 
 
 @pytest.mark.parametrize("broken", some(WORD_WAYS, 3), ids=lambda one: one.name)
-def test_the_library_does_not_go_the_way_of_broken_words(broken: WordConfiguration) -> None:
+def test_the_library_does_not_go_the_way_of_broken_words(broken):
     path = [move for move in search(broken).path if move.what != "deletes words"]
     with pytest.raises((AssertionError, IndexError)):
         WordReplay(broken).follow(path)
@@ -180,7 +179,7 @@ def test_the_library_does_not_go_the_way_of_broken_words(broken: WordConfigurati
 
 
 @pytest.mark.parametrize("configuration", QUICK_TIERS, ids=lambda one: one.name)
-def test_no_mover_goes_round(configuration: TierConfiguration) -> None:
+def test_no_mover_goes_round(configuration):
     """No state is reached again from itself: so each way has an end, and `search` has looked at it."""
     first = tier_state.first_state(configuration)
     following: dict[tier_state.State, set[tier_state.State]] = {}

@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from pathlib import Path
 
 import pytest
 import slices
 from buckets import Bucket
 
-from async_ckpt.testing.servers import Server
 from tests.matrices.attack_driver import NOT_MET
 from tests.matrices.objects.__main__ import COLUMNS
 from tests.matrices.objects.request_faults import FAULTS
@@ -21,7 +19,7 @@ from tests.matrices.objects.store_roots import SCENARIOS
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
 
 
-def test_no_request_that_fails_breaks_a_promise(tmp_path: Path):
+def test_no_request_that_fails_breaks_a_promise(tmp_path):
     names = list(SCENARIOS)
     with request_attackers(tmp_path, 1) as [attacker]:
         places = attacker.places(names[slices.PART % len(names)])
@@ -35,7 +33,7 @@ def test_each_fault_is_in_one_column_of_the_table():
     assert sorted(itertools.chain(*COLUMNS.values())) == sorted(FAULTS)
 
 
-def test_an_archive_that_nothing_names_and_an_open_upload_are_found(s3: Server):
+def test_an_archive_that_nothing_names_and_an_open_upload_are_found(s3):
     bucket = Bucket(s3)
     s3.make_bucket(bucket.name)
     bucket.write(["run/step_00000001/manifest.json"], b'{"name": "a.tar"}')

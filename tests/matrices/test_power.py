@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
-from children import Nursery
 from slices import ALL, PART
 
 from tests.matrices.power.cut_model import JOURNAL, MODELS, POSIX, Disk, Tree
@@ -114,9 +112,7 @@ sys.exit(1 if cut_real_disk(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]
 """
 
 
-def test_nothing_acknowledged_is_lost_to_a_cut_and_each_kind_of_sync_is_needed(
-    nursery: Nursery, quick_path: Path
-) -> None:
+def test_nothing_acknowledged_is_lost_to_a_cut_and_each_kind_of_sync_is_needed(nursery, quick_path):
     ended = nursery.run(_TRY_SOME, PART, quick_path, ALL)
     assert ended.status == 0, ended.out + ended.err
     assert ended.out.count("nothing wrong") >= 3
@@ -124,7 +120,7 @@ def test_nothing_acknowledged_is_lost_to_a_cut_and_each_kind_of_sync_is_needed(
 
 
 @pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
-def test_a_real_file_system_loses_nothing_acknowledged_when_it_is_shut_down(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_real_file_system_loses_nothing_acknowledged_when_it_is_shut_down(nursery, tmp_path):
     ended = nursery.run(_TRY_REAL, PART, tmp_path / "disk", 40 if ALL else 1)
     assert ended.status == 0, ended.out + ended.err
     assert "cuts" in ended.out

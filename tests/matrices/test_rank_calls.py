@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import slices
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_no_call_of_a_rank_that_fails_breaks_a_promise(tmp_path: Path):
+def test_no_call_of_a_rank_that_fails_breaks_a_promise(tmp_path):
     names = list(RANK_SCENARIOS)
     results = MATRIX.attack(
         tmp_path,
@@ -31,7 +30,7 @@ def test_no_call_of_a_rank_that_fails_breaks_a_promise(tmp_path: Path):
     assert {str(place): found for place, found in results.items() if found not in (None, NOT_MET)} == {}
 
 
-def test_ranks_that_were_told_otherwise_are_found(tmp_path: Path):
+def test_ranks_that_were_told_otherwise_are_found(tmp_path):
     root = tmp_path / "root"
     (tmp_path / "notes.0").write_text("begun save 2 20\ntold save 2 20\n")
     (tmp_path / "notes.1").write_text("begun save 2 20\nrefused save 2 Undecided\n")
@@ -42,7 +41,7 @@ def test_ranks_that_were_told_otherwise_are_found(tmp_path: Path):
         rank_places._told("save of 2 ranks", root)
 
 
-def test_a_step_of_ranks_that_was_told_of_and_is_gone_is_found(tmp_path: Path):
+def test_a_step_of_ranks_that_was_told_of_and_is_gone_is_found(tmp_path):
     (tmp_path / "notes.0").write_text("begun save 7 70\ntold save 7 70\n")
     told = rank_places._told("DCP async_save of 2 ranks", tmp_path / "root")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from pathlib import Path
 
 import pytest
 import slices
@@ -16,9 +15,7 @@ pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="desc
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_training_with_faults_and_readers_keeps_its_promises_and_leaves_nothing_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_training_with_faults_and_readers_keeps_its_promises_and_leaves_nothing_open(tmp_path, monkeypatch):
     monkeypatch.setenv("SOAK_DIR", str(tmp_path))
     report = soak(1.0, seed=slices.PART, pause_seconds=0.0)
 
@@ -37,7 +34,7 @@ def test_a_series_that_grows_by_one_for_each_save_is_not_flat():
     assert steady.is_flat(Bound("", 1.0))
 
 
-def test_a_descriptor_that_stays_open_is_counted(tmp_path: Path):
+def test_a_descriptor_that_stays_open_is_counted(tmp_path):
     before = of_this_process()["descriptors"]
     with open(tmp_path / "kept", "w"):
         assert of_this_process()["descriptors"] == before + 1

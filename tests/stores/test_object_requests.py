@@ -420,7 +420,7 @@ def test_over_plain_http_to_another_host_the_payload_is_signed(bare):
     ("url", "said"),
     [("s3://b", "aws sso login"), ("gcs://b", "gcloud auth"), ("az://b", "az login"), ("abfs://b", "az login")],
 )
-def test_who_has_no_credentials_is_told_how_that_store_s_are_given(url: str, said: str) -> None:
+def test_who_has_no_credentials_is_told_how_that_store_s_are_given(url, said):
     error = OSError("Generic error: no answer from http://169.254.169.254/computeMetadata/v1/instance")
     assert said in str(translate(error, "run", BucketSettings(url, None)))
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import store_servers
-from children import Nursery
 from racing import PATIENCE
 from states import MIB, assert_is_state, open_run, state_at
 
@@ -73,8 +72,8 @@ def bytes_in_memory(peer: tuple[Server, Path]) -> int:
 
 
 def test_a_step_that_only_another_node_has_in_memory_is_restored_where_this_node_is_lost(
-    peer: tuple[Server, Path], nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    peer, nursery, tmp_path, caplog
+):
     ended = nursery.run(TRAINING, tmp_path / "near", tmp_path / "far", json.dumps(peer[0].options))
     assert ended.status == -signal.SIGKILL, ended.err
     assert bytes_in_memory(peer) > 2 * 9 * MIB
@@ -89,7 +88,7 @@ def test_a_step_that_only_another_node_has_in_memory_is_restored_where_this_node
     assert "whole object" not in caplog.text  # the server answers ranges
 
 
-def test_another_node_that_has_lost_its_memory_gets_the_next_step(peer: tuple[Server, Path], tmp_path: Path) -> None:
+def test_another_node_that_has_lost_its_memory_gets_the_next_step(peer, tmp_path):
     server, _ = peer
     _, exported, _ = places(peer, tmp_path)
     with open_run(places(peer, tmp_path), keep=2) as ckpt:

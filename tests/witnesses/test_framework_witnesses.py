@@ -6,7 +6,6 @@ Trainings that go on from them are in `tests/frameworks`, for they need an envir
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +52,7 @@ def digests_in(loaded: dict[str, Any], archives: Archives) -> dict[str, str]:
 
 
 @each
-def test_whole_weights_are_read_and_everything_is_verified(witness: Callable[[str], Path], archives: Archives):
+def test_whole_weights_are_read_and_everything_is_verified(witness, archives):
     folder = witness(archives.witness)
     path = folder / "run" / archives.path
     want: dict[str, str] = {}
@@ -65,7 +64,7 @@ def test_whole_weights_are_read_and_everything_is_verified(witness: Callable[[st
 
 
 @each
-def test_weights_of_which_one_bit_has_changed_are_refused(witness: Callable[[str], Path], archives: Archives):
+def test_weights_of_which_one_bit_has_changed_are_refused(witness, archives):
     path = witness(archives.witness) / "run" / archives.path
     damage(path if path.is_file() else max(path.glob("rank_*.tar")), archives.member)
     with pytest.raises(CorruptCheckpointError):
@@ -75,7 +74,7 @@ def test_weights_of_which_one_bit_has_changed_are_refused(witness: Callable[[str
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_moments_of_deepspeed_are_read_as_whole_tensors(witness: Callable[[str], Path], stage: int):
+def test_moments_of_deepspeed_are_read_as_whole_tensors(witness, stage):
     folder = witness(f"deepspeed_archive_{stage}")
     want = expected_of(folder).states[0]["4"]
     loaded = async_ckpt.load(folder / "run" / "global_step4", select=["exp_avg", "exp_avg_sq"])
@@ -84,7 +83,7 @@ def test_moments_of_deepspeed_are_read_as_whole_tensors(witness: Callable[[str],
 
 
 @pytest.mark.parametrize("name", VERL_RANKS)
-def test_exports_of_verl_are_read(witness: Callable[[str], Path], name: str):
+def test_exports_of_verl_are_read(witness, name):
     folder = witness(f"verl_{name}")
     loaded = async_ckpt.load(folder / "run" / "global_step_4" / "actor" / "huggingface" / "model.safetensors")
     want = expected_of(folder).states[0]["4"]["weights"]
@@ -100,7 +99,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_trackers_and_journals_that_were_lost_are_made_again_as_they_were(witness: Callable[[str], Path], name: str):
+def test_trackers_and_journals_that_were_lost_are_made_again_as_they_were(witness, name):
     """The framework's own loading finds the step by the tracker. That of torchtitan's steps is not known to the command."""
     root = witness(name) / RUNS[name]
     lost = {file: (root / file).read_bytes() for file in ("latest", "checkpoints.jsonl") if (root / file).exists()}
@@ -116,7 +115,7 @@ def test_trackers_and_journals_that_were_lost_are_made_again_as_they_were(witnes
 
 
 @pytest.mark.parametrize("name", ["deepspeed_archive_1", "skyrl_trainer"])
-def test_nothing_is_mended_where_nothing_is_broken(witness: Callable[[str], Path], name: str):
+def test_nothing_is_mended_where_nothing_is_broken(witness, name):
     """Archives below DeepSpeed's tags are one-off saves, which have no journal."""
     ended = run_command("repair", witness(name) / RUNS[name])
     assert (ended.returncode, "nothing to repair" in ended.stdout) == (0, True)
@@ -135,7 +134,7 @@ def tensors_at(path: Path) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_of_ranks_that_were_lost_are_not_needed(witness: Callable[[str], Path], name: str):
+def test_layouts_of_ranks_that_were_lost_are_not_needed(witness, name):
     root, step = witness(name) / LAYOUTS[name][0], LAYOUTS[name][1]
     (layout,) = (root / step).glob("layout.*.json")
     before = tensors_at(root / step)

@@ -73,7 +73,7 @@ def assert_same_members(folder: Path, path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tar", "bsdtar"])
-def test_a_tar_program_lists_and_extracts_it_without_a_warning(name: str, saved: Path, tmp_path: Path) -> None:
+def test_a_tar_program_lists_and_extracts_it_without_a_warning(name, saved, tmp_path):
     program = tool(name)
     assert quietly(program, "-tf", saved).split() == MEMBERS
     quietly(program, "-xf", saved, "-C", tmp_path)
@@ -82,7 +82,7 @@ def test_a_tar_program_lists_and_extracts_it_without_a_warning(name: str, saved:
 
 
 @pytest.mark.parametrize("name", ["tar", "bsdtar"])
-def test_one_member_comes_out_of_the_archive_or_out_of_a_pipe(name: str, saved: Path) -> None:
+def test_one_member_comes_out_of_the_archive_or_out_of_a_pipe(name, saved):
     program = tool(name)
     assert json.loads(quietly(program, "-xOf", saved, "index.json"))["format"] == "async_ckpt"
     with open(saved, "rb") as pipe:
@@ -91,7 +91,7 @@ def test_one_member_comes_out_of_the_archive_or_out_of_a_pipe(name: str, saved: 
     assert done.stderr == b""
 
 
-def test_gnu_tar_finds_nothing_different_after_extracting(saved: Path, tmp_path: Path) -> None:
+def test_gnu_tar_finds_nothing_different_after_extracting(saved, tmp_path):
     program = tool("tar")
     if "GNU" not in quietly(program, "--version"):
         pytest.skip("this tar is not GNU tar")
@@ -99,7 +99,7 @@ def test_gnu_tar_finds_nothing_different_after_extracting(saved: Path, tmp_path:
     assert quietly(program, "--compare", "-f", saved, "-C", tmp_path) == ""
 
 
-def test_pythons_tarfile_lists_and_extracts_it(saved: Path, tmp_path: Path) -> None:
+def test_pythons_tarfile_lists_and_extracts_it(saved, tmp_path):
     with tarfile.open(saved, "r:") as archive:
         assert archive.getnames() == MEMBERS
         assert all(m.isreg() and m.uid == m.gid == 0 and m.mtime > 0 for m in archive.getmembers())
@@ -107,12 +107,12 @@ def test_pythons_tarfile_lists_and_extracts_it(saved: Path, tmp_path: Path) -> N
     assert_same_members(tmp_path, saved)
 
 
-def test_pythons_tarfile_reads_it_as_a_stream(saved: Path) -> None:
+def test_pythons_tarfile_reads_it_as_a_stream(saved):
     with open(saved, "rb") as pipe, tarfile.open(fileobj=pipe, mode="r|") as archive:
         assert [member.name for member in archive] == MEMBERS
 
 
-def test_the_file_is_whole_pages_and_ends_in_two_zero_blocks(saved: Path, tmp_path: Path) -> None:
+def test_the_file_is_whole_pages_and_ends_in_two_zero_blocks(saved, tmp_path):
     assert saved.stat().st_size % PAGE_BYTES == 0
     assert not any(saved.read_bytes()[-1024:])
     for size in (0, 1, 1000, 4096):
@@ -133,7 +133,7 @@ def extracted(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_safetensors_loads_a_member_with_the_same_tensors(extracted: Path, state: dict[str, Any]) -> None:
+def test_safetensors_loads_a_member_with_the_same_tensors(extracted, state):
     loaded = load_file(extracted / "model.safetensors")
     model = state["model"]
     expected = {
@@ -143,20 +143,20 @@ def test_safetensors_loads_a_member_with_the_same_tensors(extracted: Path, state
     assert difference(dict(sorted(loaded.items())), dict(sorted(expected.items()))) is None
 
 
-def test_safetensors_sees_a_tied_tensor_once_and_its_other_name_in_the_metadata(extracted: Path) -> None:
+def test_safetensors_sees_a_tied_tensor_once_and_its_other_name_in_the_metadata(extracted):
     with safe_open(extracted / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "head": "embed"}
         assert "head" not in file.keys()  # noqa: SIM118 - it is no dict
         assert file.get_slice("embed").get_shape() == [300, 1000]
 
 
-def test_safetensors_sees_a_dtype_that_it_lacks_as_bytes(extracted: Path, state: dict[str, Any]) -> None:
+def test_safetensors_sees_a_dtype_that_it_lacks_as_bytes(extracted, state):
     wave = load_file(extracted / "optimizer.safetensors")["wave"]
     assert (wave.dtype, wave.shape) == (torch.uint8, (1, 8))
     assert difference(wave.view(torch.complex64).reshape(1), state["optimizer"]["wave"]) is None
 
 
-def test_torch_loads_the_objects_as_plain_data(extracted: Path) -> None:
+def test_torch_loads_the_objects_as_plain_data(extracted):
     assert torch.load(extracted / "objects.pt", weights_only=True) == [bytearray(b"12")]
 
 
@@ -170,7 +170,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_a_tied_module_loads_with_safetensors_load_model(archive: Path, tmp_path: Path) -> None:
+def test_a_tied_module_loads_with_safetensors_load_model(archive, tmp_path):
     model, other = Tied(), Tied()
     async_ckpt.save({"model": model}, archive).result()
     with tarfile.open(archive) as tar:
@@ -186,7 +186,7 @@ def test_a_tied_module_loads_with_safetensors_load_model(archive: Path, tmp_path
         assert len(theirs.metadata()) == len(ours.metadata()) - 1  # ours says "format" too
 
 
-def test_a_flat_state_dict_is_a_member_called_model(archive: Path, tmp_path: Path) -> None:
+def test_a_flat_state_dict_is_a_member_called_model(archive, tmp_path):
     model = nn.Linear(3, 2)
     async_ckpt.save(model.state_dict(), archive).result()
     with tarfile.open(archive) as tar:
@@ -196,7 +196,7 @@ def test_a_flat_state_dict_is_a_member_called_model(archive: Path, tmp_path: Pat
     assert difference(load_file(tmp_path / "model.safetensors")["weight"], model.weight) is None
 
 
-def test_hostile_names_extract_into_the_folder_and_nowhere_else(archive: Path, tmp_path: Path) -> None:
+def test_hostile_names_extract_into_the_folder_and_nowhere_else(archive, tmp_path):
     state = {name: {name or "w": torch.ones(1)} for name in ["../x", "/etc/x", "-rf", "a/b", "", ".."]}
     async_ckpt.save(state, archive).result()
     folder = tmp_path / "inner" / "out"

@@ -80,7 +80,7 @@ FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_another_program_is_told_by_its_first_bytes(tmp_path: Path, name: str) -> None:
+def test_a_file_of_another_program_is_told_by_its_first_bytes(tmp_path, name):
     kind, write = FILES[name]
     write(tmp_path / name)
     begin = (tmp_path / name).read_bytes()[:NEEDED_BYTES]
@@ -90,7 +90,7 @@ def test_a_file_of_another_program_is_told_by_its_first_bytes(tmp_path: Path, na
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_torchscript_is_told_by_the_names_in_its_zip(tmp_path: Path) -> None:
+def test_torchscript_is_told_by_the_names_in_its_zip(tmp_path):
     torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "x.pt")
     begin = (tmp_path / "x.pt").read_bytes()[:NEEDED_BYTES]
     with zipfile.ZipFile(tmp_path / "x.pt") as file:
@@ -99,7 +99,7 @@ def test_torchscript_is_told_by_the_names_in_its_zip(tmp_path: Path) -> None:
     assert found.kind == "torchscript"
 
 
-def test_damage_is_no_kind_of_file(tmp_path: Path) -> None:
+def test_damage_is_no_kind_of_file(tmp_path):
     async_ckpt.save({"w": torch.ones(2)}, tmp_path / "own.tar").result()
     begin = (tmp_path / "own.tar").read_bytes()[:NEEDED_BYTES]
     assert foreign_file(begin) is None

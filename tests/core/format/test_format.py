@@ -66,9 +66,7 @@ def index_of(layout: Layout) -> index.Index:
 @given(specs(), segment_sizes, skeletons, objects)
 @example([], BLOCK_BYTES, "null", None)
 @example([TensorSpec((), "float32", (100 * MIB,))], 8 * BLOCK_BYTES, "null", b"x")
-def test_pieces_and_literals_cover_every_byte_exactly_once(
-    tensors: list[TensorSpec], segment_bytes: int, skeleton: str, pickled: bytes | None
-) -> None:
+def test_pieces_and_literals_cover_every_byte_exactly_once(tensors, segment_bytes, skeleton, pickled):
     layout = laid_out(tensors, skeleton=skeleton, objects=pickled)
     segments = layout.segments(segment_bytes)
     read = [0] * len(tensors)
@@ -93,7 +91,7 @@ def test_pieces_and_literals_cover_every_byte_exactly_once(
 
 @settings(max_examples=examples(200), deadline=None)
 @given(specs(), objects)
-def test_the_index_says_where_the_layout_puts_everything(tensors: list[TensorSpec], pickled: bytes | None) -> None:
+def test_the_index_says_where_the_layout_puts_everything(tensors, pickled):
     layout = laid_out(tensors, objects=pickled)
     told = index_of(layout)
     assert told.step == 3
@@ -113,7 +111,7 @@ def test_the_index_says_where_the_layout_puts_everything(tensors: list[TensorSpe
 
 @settings(max_examples=examples(200), deadline=None)
 @given(specs())
-def test_every_tensor_is_aligned_and_data_begins_on_a_page(tensors: list[TensorSpec]) -> None:
+def test_every_tensor_is_aligned_and_data_begins_on_a_page(tensors):
     layout = laid_out(tensors)
     told = index_of(layout)
     assert layout.file_bytes % PAGE_BYTES == 0
@@ -129,7 +127,7 @@ def test_every_tensor_is_aligned_and_data_begins_on_a_page(tensors: list[TensorS
 
 @settings(max_examples=examples(200), deadline=None)
 @given(specs())
-def test_every_member_has_a_header_that_safetensors_readers_take(tensors: list[TensorSpec]) -> None:
+def test_every_member_has_a_header_that_safetensors_readers_take(tensors):
     """No holes, no overlaps, data from 0 to the end, unique names, known codes, a header under the limit."""
     layout = laid_out(tensors)
     told = index_of(layout)
@@ -163,7 +161,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def test_the_cut_follows_when_a_longer_skeleton_moves_the_base() -> None:
+def test_the_cut_follows_when_a_longer_skeleton_moves_the_base():
     plan = TensorPlan([TensorSpec(("m", "w"), "float32", (3 * MIB,)), TensorSpec(("m", "b"), "int8", (7,))])
     for size in (1, 50_000, 1, 5_000_000):
         layout = lay_out(plan, skeleton=json.dumps("x" * size), objects=None, step=None, mtime=0)
@@ -173,7 +171,7 @@ def test_the_cut_follows_when_a_longer_skeleton_moves_the_base() -> None:
         assert sum(s.num_bytes for s in layout.segments(BLOCK_BYTES)) == layout.file_bytes
 
 
-def test_a_layout_of_hundreds_of_gigabytes_is_planned_without_them() -> None:
+def test_a_layout_of_hundreds_of_gigabytes_is_planned_without_them():
     layout = laid_out([TensorSpec(("m", f"w{i}"), "bfloat16", (20 * GIB,)) for i in range(8)])
     told = index_of(layout)
     (member,) = told.members
@@ -193,7 +191,7 @@ HOSTILE = [
 _RESERVED = {"con", "prn", "aux", "nul", *(f"com{i}" for i in range(10)), *(f"lpt{i}" for i in range(10))}
 
 
-def test_hostile_group_names_become_safe_unique_member_names() -> None:
+def test_hostile_group_names_become_safe_unique_member_names():
     told = index_of(laid_out([TensorSpec((key, "w"), "int8", (i,)) for i, key in enumerate(HOSTILE)]))
     names = [member.name for member in told.members]
     assert len(names) == len(HOSTILE)
@@ -208,13 +206,13 @@ def test_hostile_group_names_become_safe_unique_member_names() -> None:
         assert name.split(".")[0].lower() not in _RESERVED
 
 
-def test_hundreds_of_long_names_that_are_cut_alike_stay_apart() -> None:
+def test_hundreds_of_long_names_that_are_cut_alike_stay_apart():
     told = index_of(laid_out([TensorSpec((f"{'x' * 200}{i}", "w"), "int8", (1,)) for i in range(1200)]))
     assert len({m.name for m in told.members}) == 1200
     assert max(len(m.name) for m in told.members) <= 100
 
 
-def test_tensors_at_the_top_share_one_member_that_no_group_has() -> None:
+def test_tensors_at_the_top_share_one_member_that_no_group_has():
     flat = [TensorSpec(("w",), "int8", (1,)), TensorSpec(("b",), "int8", (1,))]
     assert [m.name for m in index_of(laid_out(flat)).members] == ["model.safetensors"]
     mixed = [*flat, TensorSpec(("model", "w"), "int8", (1,)), TensorSpec(("state", "w"), "int8", (1,))]
@@ -223,13 +221,13 @@ def test_tensors_at_the_top_share_one_member_that_no_group_has() -> None:
     ]  # fmt: skip
 
 
-def test_more_tensors_than_a_reader_takes_go_into_a_second_member() -> None:
+def test_more_tensors_than_a_reader_takes_go_into_a_second_member():
     spec = TensorSpec(("x", "w"), "int8", ())
     parts = list(_split(list(range(MAX_TENSORS_PER_MEMBER + 1)), [spec] * (MAX_TENSORS_PER_MEMBER + 1)))
     assert list(map(len, parts)) == [500_000, 1]
 
 
-def test_names_too_long_for_one_header_go_into_a_second_member() -> None:
+def test_names_too_long_for_one_header_go_into_a_second_member():
     tensors = [TensorSpec(("x", f"{i}" * (21 * MIB)), "int8", (i + 1,)) for i in range(2)]
     told = index_of(laid_out(tensors))
     assert [m.name for m in told.members] == ["x.safetensors", "x-00002.safetensors"]
@@ -249,7 +247,7 @@ names = st.text("abcXYZ019._-~", min_size=1, max_size=100)
 @example("x", 8**11 - 1, 0)
 @example("x", 8**11, 0)
 @example("x" * 100, 2**63, 8**11 - 1)
-def test_a_tar_header_reads_back_here_and_in_pythons_own_parser(name: str, size: int, mtime: int) -> None:
+def test_a_tar_header_reads_back_here_and_in_pythons_own_parser(name, size, mtime):
     block = tar.header(name, size, mtime=mtime)
     assert len(block) == tar.BLOCK
     assert tar.parse_header(block) == (name, size)
@@ -260,14 +258,14 @@ def test_a_tar_header_reads_back_here_and_in_pythons_own_parser(name: str, size:
 
 
 @given(names, st.integers(0, 2**40))
-def test_a_tar_header_that_python_wrote_reads_back(name: str, size: int) -> None:
+def test_a_tar_header_that_python_wrote_reads_back(name, size):
     info = tarfile.TarInfo(name)
     info.size = size
     assert tar.parse_header(info.tobuf(tarfile.GNU_FORMAT)[: tar.BLOCK]) == (name, size)
 
 
 @given(st.integers(0, tar.BLOCK - 1), st.integers(1, 255))
-def test_a_damaged_tar_header_is_never_read_as_another(offset: int, mask: int) -> None:
+def test_a_damaged_tar_header_is_never_read_as_another(offset, mask):
     block = bytearray(tar.header("model.safetensors", 123456, mtime=1))
     block[offset] ^= mask
     try:
@@ -280,17 +278,17 @@ def test_a_damaged_tar_header_is_never_read_as_another(offset: int, mask: int) -
 @pytest.mark.parametrize(
     "block", [b"", bytes(512), b"x" * 511, b"\xff" * 512, b"x" * 513], ids=lambda b: f"{b[:4]}{len(b)}"
 )
-def test_what_is_no_tar_header_is_refused(block: bytes) -> None:
+def test_what_is_no_tar_header_is_refused(block):
     with pytest.raises(ValueError, match="tar header"):
         tar.parse_header(block)
 
 
-def test_a_name_that_ustar_cannot_hold_is_refused() -> None:
+def test_a_name_that_ustar_cannot_hold_is_refused():
     with pytest.raises(ValueError, match="too long"):
         tar.header("x" * 101, 0, mtime=0)
 
 
-def test_folders_and_links_are_no_regular_files() -> None:
+def test_folders_and_links_are_no_regular_files():
     for kind in (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE):
         info = tarfile.TarInfo("x")
         info.type = kind
@@ -306,7 +304,7 @@ def test_folders_and_links_are_no_regular_files() -> None:
     st.sampled_from([8, 512, 4096]),
     st.text(max_size=50).filter(lambda name: name != safetensors.RESERVED_NAME),  # which no layout gives a tensor
 )
-def test_a_safetensors_header_ends_where_it_is_asked_to(at: int, modulo: int, name: str) -> None:
+def test_a_safetensors_header_ends_where_it_is_asked_to(at, modulo, name):
     entry = safetensors.Entry(name or "w", "float32", (2, 3), 0, 24)
     head = safetensors.header([entry], {"format": "pt"}, header_bytes_modulo=modulo, at=at)
     assert (at + len(head)) % modulo == 0
@@ -314,7 +312,7 @@ def test_a_safetensors_header_ends_where_it_is_asked_to(at: int, modulo: int, na
     assert safetensors.parse_header(head + b"data") == ({entry.name: ("F32", [2, 3], 0, 24)}, {"format": "pt"})
 
 
-def test_a_dtype_that_safetensors_lacks_is_stored_as_bytes() -> None:
+def test_a_dtype_that_safetensors_lacks_is_stored_as_bytes():
     assert safetensors.stored_as("complex64", (2, 3)) == ("U8", [2, 3, 8])
     assert safetensors.stored_as("float32", ()) == ("F32", [])
     for name, (item_bytes, code) in DTYPES.items():
@@ -330,7 +328,7 @@ BAD_HEADERS = [
 
 
 @pytest.mark.parametrize("data", BAD_HEADERS, ids=repr)
-def test_a_safetensors_header_that_does_not_hold_together_is_refused(data: bytes) -> None:
+def test_a_safetensors_header_that_does_not_hold_together_is_refused(data):
     with pytest.raises(ValueError):  # noqa: PT011 - json's own message is as good
         safetensors.parse_header(data)
 
@@ -347,7 +345,7 @@ BAD_TABLES = [
 
 
 @pytest.mark.parametrize("table", BAD_TABLES, ids=lambda t: t[:60])
-def test_a_safetensors_table_that_makes_no_sense_is_refused(table: str) -> None:
+def test_a_safetensors_table_that_makes_no_sense_is_refused(table):
     with pytest.raises(ValueError):  # noqa: PT011 - any reason will do
         safetensors.parse_header(len(table).to_bytes(8, "little") + table.encode())
 
@@ -356,7 +354,7 @@ def test_a_safetensors_table_that_makes_no_sense_is_refused(table: str) -> None:
 
 
 @given(st.integers(0, 40 * BLOCK_BYTES), st.randoms(use_true_random=False))
-def test_digests_read_back_and_have_the_size_that_was_planned(covered: int, random: Any) -> None:
+def test_digests_read_back_and_have_the_size_that_was_planned(covered, random):
     blocks = random.randbytes(digests.num_blocks(covered) * digests.DIGEST_BYTES)
     data = digests.dump(covered, blocks)
     assert len(data) == digests.num_bytes(covered)
@@ -366,7 +364,7 @@ def test_digests_read_back_and_have_the_size_that_was_planned(covered: int, rand
         digests.parse(data, covered_bytes=covered + BLOCK_BYTES)
 
 
-def test_no_flipped_bit_of_the_digests_survives() -> None:
+def test_no_flipped_bit_of_the_digests_survives():
     data = digests.dump(BLOCK_BYTES + 1, bytes(range(32)))
     for offset in range(len(data)):
         for bit in range(8):
@@ -381,7 +379,7 @@ def test_no_flipped_bit_of_the_digests_survives() -> None:
     [b"", b"{}", b"[]", b"1", b'{"blocks":1}', b'{"blocks":"zz"}', b"[" * 100_000, b"\xff"],
     ids=lambda d: repr(d[:16]),
 )
-def test_digests_that_are_no_digests_are_refused(data: bytes) -> None:
+def test_digests_that_are_no_digests_are_refused(data):
     with pytest.raises(ValueError):  # noqa: PT011 - any reason will do
         digests.parse(data, covered_bytes=1)
 
@@ -390,7 +388,7 @@ def test_digests_that_are_no_digests_are_refused(data: bytes) -> None:
 
 
 @given(specs(), st.one_of(st.none(), st.integers(0, 2**63 - 1)))
-def test_an_index_is_padded_to_a_page_and_reads_back(tensors: list[TensorSpec], step: int | None) -> None:
+def test_an_index_is_padded_to_a_page_and_reads_back(tensors, step):
     plan = TensorPlan(tensors)
     layout = lay_out(plan, skeleton='{"list":[1]}', objects=None, step=step, mtime=0)
     assert layout.base % PAGE_BYTES == 0
@@ -407,7 +405,7 @@ def test_an_index_is_padded_to_a_page_and_reads_back(tensors: list[TensorSpec], 
 
 
 @given(specs())
-def test_an_index_that_is_laid_out_in_another_way_says_the_same(tensors: list[TensorSpec]) -> None:
+def test_an_index_that_is_laid_out_in_another_way_says_the_same(tensors):
     text = laid_out(tensors).literals[0][1][tar.BLOCK :].rstrip(b" ")
     raw = json.loads(text)
     for indent, separators in ((None, (",", ":")), (1, (",", ":")), (0, (", ", ": "))):
@@ -416,7 +414,7 @@ def test_an_index_that_is_laid_out_in_another_way_says_the_same(tensors: list[Te
         assert index.parse(padded, path="x").tensors == index.parse(text.ljust(len(padded)), path="x").tensors
 
 
-def test_an_index_is_parsed_in_little_more_memory_than_its_text_and_result_take() -> None:
+def test_an_index_is_parsed_in_little_more_memory_than_its_text_and_result_take():
     tensors = [TensorSpec(("model", f"layers.{number}"), "int8", (3,)) for number in range(20_000)]
     text = laid_out(tensors).literals[0][1][tar.BLOCK :]
     tracemalloc.start()
@@ -430,14 +428,14 @@ def test_an_index_is_parsed_in_little_more_memory_than_its_text_and_result_take(
 
 
 @given(specs())
-def test_the_index_lists_what_each_member_stores(tensors: list[TensorSpec]) -> None:
+def test_the_index_lists_what_each_member_stores(tensors):
     told = index_of(laid_out(tensors))
     assert len(told.stored) == len(told.members)
     for number, stored in enumerate(told.stored):
         assert list(stored) == [t for t in told.tensors if t.slices[0].member == number and t.alias_of is None]
 
 
-def test_the_index_finds_members_by_name() -> None:
+def test_the_index_finds_members_by_name():
     told = index_of(laid_out([TensorSpec(("a", "w"), "int8", (3,))], objects=b"pickle"))
     objects_member = told.member(index.OBJECTS)
     assert objects_member is not None
@@ -448,7 +446,7 @@ def test_the_index_finds_members_by_name() -> None:
 @given(st.integers(0, 2**34))
 @example(0)
 @example(2 * BLOCK_BYTES // 512)
-def test_the_size_of_a_file_tells_where_its_digests_may_lie(num_blocks: int) -> None:
+def test_the_size_of_a_file_tells_where_its_digests_may_lie(num_blocks):
     member, file_bytes = index.digests_member(num_blocks * tar.BLOCK)
     places = index.places_of_digests(file_bytes)
     assert member in places
@@ -457,17 +455,17 @@ def test_the_size_of_a_file_tells_where_its_digests_may_lie(num_blocks: int) -> 
 
 
 @given(st.integers(0, 2**50))
-def test_a_file_of_any_size_has_few_places_for_digests(file_bytes: int) -> None:
+def test_a_file_of_any_size_has_few_places_for_digests(file_bytes):
     assert len(index.places_of_digests(file_bytes)) <= 8
 
 
 @given(st.integers(0, 2**50), st.integers(1, 2**20))
-def test_aligning_up_reaches_the_next_multiple(value: int, to: int) -> None:
+def test_aligning_up_reaches_the_next_multiple(value, to):
     assert align_up(value, to) % to == 0
     assert 0 <= align_up(value, to) - value < to
 
 
-def test_the_image_of_a_layout_is_a_tar_that_python_lists() -> None:
+def test_the_image_of_a_layout_is_a_tar_that_python_lists():
     """Literals alone, with zeros for the tensors, make a whole archive."""
     layout = laid_out(
         [TensorSpec(("a", "w"), "int8", (700,)), TensorSpec(("b", "w"), "float64", (9, 9))],

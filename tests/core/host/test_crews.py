@@ -30,7 +30,7 @@ class SlowQueue:
 
 
 @pytest.mark.parametrize("num_idle", [0, 1, 2])
-def test_a_task_that_comes_while_the_crew_is_stopped_runs(monkeypatch, num_idle: int):
+def test_a_task_that_comes_while_the_crew_is_stopped_runs(monkeypatch, num_idle):
     crew, tasks, ran = Crew("ending", 4), SlowQueue(), threading.Event()
     crew._tasks = tasks  # type: ignore[assignment]
     gate = threading.Barrier(num_idle + 1)

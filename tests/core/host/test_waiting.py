@@ -461,7 +461,7 @@ def test_without_a_stderr_nothing_is_said_on_stdout(tmp_path, nursery):
 
 
 @pytest.mark.parametrize("error", [None, ValueError("wrong")])
-def test_a_coroutine_waits_for_a_future_of_any_thread(error: Exception | None) -> None:
+def test_a_coroutine_waits_for_a_future_of_any_thread(error):
     future: Future[int] = Future()
 
     async def waited() -> int:
@@ -476,7 +476,7 @@ def test_a_coroutine_waits_for_a_future_of_any_thread(error: Exception | None) -
             asyncio.run(waited())
 
 
-def test_a_future_that_nobody_waits_for_any_more_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_future_that_nobody_waits_for_any_more_is_left_alone(caplog):
     """As one that is resolved while the interpreter exits, when the loop is closed."""
     future, cancelled = Future[int](), Future[int]()
 

@@ -42,7 +42,7 @@ def saved(archive: Path) -> Path:
 
 
 @pytest.mark.parametrize("read", [async_ckpt.load, async_ckpt.verify])
-def test_no_damaged_byte_goes_unnoticed(saved: Path, read: Callable[[Path], Any]) -> None:
+def test_no_damaged_byte_goes_unnoticed(saved, read):
     """Bytes everywhere in a small archive are changed, one after the other: in its objects and digests, too."""
     assert parsed_index(saved).member(index.OBJECTS)
     unnoticed = []
@@ -61,7 +61,7 @@ def test_no_damaged_byte_goes_unnoticed(saved: Path, read: Callable[[Path], Any]
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
-def test_a_flipped_bit_of_the_index_is_damage_and_never_a_newer_format(verify: bool, saved: Path) -> None:
+def test_a_flipped_bit_of_the_index_is_damage_and_never_a_newer_format(verify, saved):
     """Unverified, a wrong value may get through, but what is refused is corrupt."""
     told = read_index(saved)
     end = tar.BLOCK + len(json.dumps(told, separators=(",", ":"))) + 2  # of the text; then come spaces
@@ -82,7 +82,7 @@ def test_a_flipped_bit_of_the_index_is_damage_and_never_a_newer_format(verify: b
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
-def test_a_damaged_archive_of_a_newer_format_is_damaged_before_it_is_newer(verify: bool, archive: Path) -> None:
+def test_a_damaged_archive_of_a_newer_format_is_damaged_before_it_is_newer(verify, archive):
     """Its digests are found by the size of the file alone: its index may be of another shape."""
     for num_bytes in range(0, 6 * 4096, 512):  # so that the digests lie at every distance from the end
         raw = {"format": "async_ckpt", "version": 99, "all": "different"}
@@ -99,14 +99,14 @@ def test_a_damaged_archive_of_a_newer_format_is_damaged_before_it_is_newer(verif
             assert_refused(archive, CorruptCheckpointError, verify=verify)
 
 
-def test_a_run_passes_over_an_archive_whose_version_was_damaged(small_run: Path) -> None:
+def test_a_run_passes_over_an_archive_whose_version_was_damaged(small_run):
     (path,) = (small_run / "step_00000002").glob("*.tar")
     path.write_bytes(path.read_bytes().replace(b'"version":1', b'"version":3', 1))
     assert_step_2_is_passed_over(small_run)
 
 
 @pytest.mark.parametrize("how", [{"verify": False}, {"verify": False, "mmap": True}], ids=["read", "mmap"])
-def test_an_unverified_load_of_a_damaged_archive_loads_or_is_refused(how: dict[str, Any], saved: Path) -> None:
+def test_an_unverified_load_of_a_damaged_archive_loads_or_is_refused(how, saved):
     """Not looking at digests may give wrong values; it must not give another kind of error."""
     size = saved.stat().st_size
     for offset in some(range(0, size, 11), 3):
@@ -120,7 +120,7 @@ def test_an_unverified_load_of_a_damaged_archive_loads_or_is_refused(how: dict[s
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_an_archive_cut_short_anywhere_is_refused(verify: bool, saved: Path) -> None:
+def test_an_archive_cut_short_anywhere_is_refused(verify, saved):
     whole = saved.read_bytes()
     told = parsed_index(saved)
     edges = {
@@ -138,13 +138,13 @@ def test_an_archive_cut_short_anywhere_is_refused(verify: bool, saved: Path) -> 
 
 
 @pytest.mark.parametrize("num_bytes", [1, 512, 4096, 5 * MIB])
-def test_an_archive_with_something_behind_its_end_is_refused(num_bytes: int, saved: Path) -> None:
+def test_an_archive_with_something_behind_its_end_is_refused(num_bytes, saved):
     with open(saved, "ab") as file:
         file.write(bytes(num_bytes))
     assert_refused(saved, CorruptCheckpointError)
 
 
-def test_damage_in_any_block_of_a_larger_archive_is_found(archive: Path) -> None:
+def test_damage_in_any_block_of_a_larger_archive_is_found(archive):
     state = {"w": torch.randint(0, 256, (13 * MIB,), dtype=torch.uint8), "b": torch.ones(5)}
     async_ckpt.save(state, archive).result()
     size = archive.stat().st_size
@@ -169,7 +169,7 @@ def test_damage_in_any_block_of_a_larger_archive_is_found(archive: Path) -> None
     assert difference(async_ckpt.load(archive), state) is None
 
 
-def test_blocks_that_changed_places_are_found(archive: Path) -> None:
+def test_blocks_that_changed_places_are_found(archive):
     state = {"w": torch.randint(0, 256, (13 * MIB,), dtype=torch.uint8)}
     async_ckpt.save(state, archive).result()
     data = bytearray(archive.read_bytes())
@@ -181,17 +181,17 @@ def test_blocks_that_changed_places_are_found(archive: Path) -> None:
 # --- what is no archive of ours ----------------------------------------------------------------------------------
 
 
-def test_an_empty_file_is_refused_and_called_empty(archive: Path) -> None:
+def test_an_empty_file_is_refused_and_called_empty(archive):
     archive.touch()
     assert "empty" in str(assert_refused(archive, CorruptCheckpointError))
 
 
-def test_a_file_of_torch_save_is_named_and_torch_load_recommended(archive: Path) -> None:
+def test_a_file_of_torch_save_is_named_and_torch_load_recommended(archive):
     torch.save({"w": torch.ones(2)}, archive)
     assert "torch.load" in str(assert_refused(archive, ForeignFileError))
 
 
-def test_a_compressed_archive_is_named(saved: Path) -> None:
+def test_a_compressed_archive_is_named(saved):
     saved.write_bytes(gzip.compress(saved.read_bytes()))
     assert "gzip" in str(assert_refused(saved, ForeignFileError))
 
@@ -200,7 +200,7 @@ def test_a_compressed_archive_is_named(saved: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"{}", b"[]", b"null", b'{"format":"other"}', b"\xff\xfe", b"{" * 3000], ids=repr
 )
-def test_a_tar_of_something_else_is_refused(name: str, content: bytes, archive: Path) -> None:
+def test_a_tar_of_something_else_is_refused(name, content, archive):
     with tarfile.open(archive, "w") as made:
         info = tarfile.TarInfo(name)
         info.size = len(content)
@@ -213,12 +213,12 @@ def test_a_tar_of_something_else_is_refused(name: str, content: bytes, archive: 
 
 @pytest.mark.parametrize("size", [1, 511, 512, 513, 4096, 100_000])
 @pytest.mark.parametrize("byte", [b"\x00", b" ", b"\xff", b"{"], ids=repr)
-def test_a_file_of_one_byte_repeated_is_refused(byte: bytes, size: int, archive: Path) -> None:
+def test_a_file_of_one_byte_repeated_is_refused(byte, size, archive):
     archive.write_bytes(byte * size)
     assert_refused(archive, ForeignFileError if byte == b"{" else CorruptCheckpointError)
 
 
-def test_an_extracted_and_packed_again_archive_is_refused_without_harm(saved: Path, tmp_path: Path) -> None:
+def test_an_extracted_and_packed_again_archive_is_refused_without_harm(saved, tmp_path):
     """Its members lie elsewhere than the index says."""
     with tarfile.open(saved) as old, tarfile.open(tmp_path / "y.tar", "w") as new:
         for member in reversed(old.getmembers()):
@@ -226,19 +226,19 @@ def test_an_extracted_and_packed_again_archive_is_refused_without_harm(saved: Pa
     assert_refused(tmp_path / "y.tar", ForeignFileError)
 
 
-def test_a_folder_without_a_commit_is_not_committed(tmp_path: Path) -> None:
+def test_a_folder_without_a_commit_is_not_committed(tmp_path):
     (tmp_path / "step_00000001").mkdir()
     for path in (tmp_path, tmp_path / "step_00000001"):
         with pytest.raises(NotCommittedError):
             async_ckpt.load(path)
 
 
-def test_a_path_below_a_file_is_not_committed_or_unavailable(saved: Path) -> None:
+def test_a_path_below_a_file_is_not_committed_or_unavailable(saved):
     with pytest.raises(CheckpointError):
         async_ckpt.load(saved / "below")
 
 
-def test_a_name_too_long_for_the_file_system_is_a_checkpoint_error(tmp_path: Path) -> None:
+def test_a_name_too_long_for_the_file_system_is_a_checkpoint_error(tmp_path):
     with pytest.raises(CheckpointError):
         async_ckpt.load(tmp_path / ("x" * 300))
 
@@ -269,7 +269,7 @@ def damage_last_block_of_data(root: Path, step: int) -> None:
     flip(path, extent.end - 1)
 
 
-def test_the_newest_step_that_is_not_damaged_is_restored(run: Path) -> None:
+def test_the_newest_step_that_is_not_damaged_is_restored(run):
     damage_last_block_of_data(run, 3)
     live = big_state(0)
     with (
@@ -280,7 +280,7 @@ def test_the_newest_step_that_is_not_damaged_is_restored(run: Path) -> None:
     assert difference(live, big_state(2)) is None
 
 
-def test_every_damaged_step_is_passed_over_with_a_warning_of_its_own(run: Path) -> None:
+def test_every_damaged_step_is_passed_over_with_a_warning_of_its_own(run):
     damage_last_block_of_data(run, 3)
     (path,) = (run / "step_00000002").glob("*.tar")
     path.write_bytes(path.read_bytes()[:5000])
@@ -293,7 +293,7 @@ def test_every_damaged_step_is_passed_over_with_a_warning_of_its_own(run: Path) 
     assert difference(live, big_state(1)) is None
 
 
-def test_when_all_steps_are_damaged_the_error_is_raised(run: Path) -> None:
+def test_when_all_steps_are_damaged_the_error_is_raised(run):
     for step in (1, 2, 3):
         damage_last_block_of_data(run, step)
     with AsyncCheckpointer(run) as ckpt, warnings.catch_warnings():
@@ -303,7 +303,7 @@ def test_when_all_steps_are_damaged_the_error_is_raised(run: Path) -> None:
     assert caught.value.partly_overwritten
 
 
-def test_a_named_step_that_is_damaged_says_whether_live_state_was_touched(run: Path) -> None:
+def test_a_named_step_that_is_damaged_says_whether_live_state_was_touched(run):
     damage_last_block_of_data(run, 3)
     live = big_state(0)
     with AsyncCheckpointer(run) as ckpt:
@@ -315,7 +315,7 @@ def test_a_named_step_that_is_damaged_says_whether_live_state_was_touched(run: P
     assert difference(live, big_state(2)) is None
 
 
-def test_verifying_first_leaves_live_state_untouched(run: Path) -> None:
+def test_verifying_first_leaves_live_state_untouched(run):
     damage_last_block_of_data(run, 3)
     live = big_state(0)
     with AsyncCheckpointer(run) as ckpt:
@@ -327,7 +327,7 @@ def test_verifying_first_leaves_live_state_untouched(run: Path) -> None:
     assert difference(live, big_state(2)) is None
 
 
-def test_damage_in_the_index_touches_nothing(run: Path) -> None:
+def test_damage_in_the_index_touches_nothing(run):
     (path,) = (run / "step_00000003").glob("*.tar")
     flip(path, 700)
     live = big_state(0)
@@ -362,14 +362,14 @@ def assert_step_2_is_passed_over(root: Path, match: str | None = None) -> None:
     assert live["w"].tolist() == [1, 1, 1]
 
 
-def test_an_archive_that_its_manifest_names_and_that_is_gone_is_corrupt(small_run: Path) -> None:
+def test_an_archive_that_its_manifest_names_and_that_is_gone_is_corrupt(small_run):
     (path,) = (small_run / "step_00000002").glob("*.tar")
     path.unlink()
     assert_step_2_is_passed_over(small_run, "missing")
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_an_archive_of_another_size_than_its_manifest_says_is_corrupt(verify: bool, small_run: Path) -> None:
+def test_an_archive_of_another_size_than_its_manifest_says_is_corrupt(verify, small_run):
     (path,) = (small_run / "step_00000002").glob("*.tar")
     path.write_bytes(path.read_bytes() + bytes(4096))
     with AsyncCheckpointer(small_run) as ckpt, pytest.raises(CorruptCheckpointError, match="manifest says"):
@@ -377,7 +377,7 @@ def test_an_archive_of_another_size_than_its_manifest_says_is_corrupt(verify: bo
     assert_step_2_is_passed_over(small_run)
 
 
-def test_a_good_archive_of_another_attempt_is_not_taken_for_the_one_named(small_run: Path) -> None:
+def test_a_good_archive_of_another_attempt_is_not_taken_for_the_one_named(small_run):
     (first,) = (small_run / "step_00000001").glob("*.tar")
     (second,) = (small_run / "step_00000002").glob("*.tar")
     assert first.stat().st_size == second.stat().st_size
@@ -438,19 +438,19 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("data", MANIFESTS.values(), ids=MANIFESTS.keys())
-def test_a_manifest_of_garbage_is_a_corrupt_step(data: bytes, small_run: Path) -> None:
+def test_a_manifest_of_garbage_is_a_corrupt_step(data, small_run):
     (small_run / "step_00000002" / "manifest.json").write_bytes(data)
     assert_step_2_is_passed_over(small_run)
 
 
 @pytest.mark.parametrize("lie", CHANGES.values(), ids=CHANGES.keys())
-def test_a_manifest_that_lies_is_a_corrupt_step(lie: Any, small_run: Path) -> None:
+def test_a_manifest_that_lies_is_a_corrupt_step(lie, small_run):
     forge_manifest(small_run / "step_00000002" / "manifest.json", lie)
     assert_step_2_is_passed_over(small_run, r"step_00000002.*(manifest\.json|archive)")
 
 
 @pytest.mark.parametrize("where", ["own", "borrowed"])
-def test_a_manifest_that_names_a_folder_is_a_corrupt_step(where: str, small_run: Path) -> None:
+def test_a_manifest_that_names_a_folder_is_a_corrupt_step(where, small_run):
     folder = small_run / "step_00000002"
     (folder / "weights").mkdir()
 
@@ -465,7 +465,7 @@ def test_a_manifest_that_names_a_folder_is_a_corrupt_step(where: str, small_run:
     assert_step_2_is_passed_over(small_run)
 
 
-def test_a_manifest_from_the_future_is_told_apart_from_damage(small_run: Path) -> None:
+def test_a_manifest_from_the_future_is_told_apart_from_damage(small_run):
     forge_manifest(small_run / "step_00000002" / "manifest.json", version=3, archives="elsewhere")
     with AsyncCheckpointer(small_run) as ckpt:
         for read in (
@@ -478,7 +478,7 @@ def test_a_manifest_from_the_future_is_told_apart_from_damage(small_run: Path) -
             assert caught.value.version == 3
 
 
-def test_a_damaged_step_of_a_module_and_its_optimizer_is_healed_by_the_older_one(tmp_path: Path) -> None:
+def test_a_damaged_step_of_a_module_and_its_optimizer_is_healed_by_the_older_one(tmp_path):
     model = nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     kept: dict[int, Any] = {}

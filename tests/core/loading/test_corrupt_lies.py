@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 import torch
 from archives import assemble, forge, forge_manifest, little_memory, parsed_index, read_index
-from children import Nursery
 from damage import NUM_LIES, STATE, assert_refused, objects_swapped, refusal, torch_saved
 from slices import PART, some
 from states import MIB, difference
@@ -298,7 +297,7 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_an_archive_that_lies_is_refused_without_taking_memory(name: str, saved: Path) -> None:
+def test_an_archive_that_lies_is_refused_without_taking_memory(name, saved):
     forge(saved, LIES[name])
     with little_memory():
         for verify, mmap in itertools.product((True, False), repeat=2):
@@ -314,13 +313,13 @@ def honest_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_tensor_in_two_slices_is_of_a_format_that_is_not_there_yet(saved: Path) -> None:
+def test_a_tensor_in_two_slices_is_of_a_format_that_is_not_there_yet(saved):
     forge(saved, LIES["slices halved"])
     assert "is in 2 slices, not in one" in str(assert_refused(saved, CorruptCheckpointError))
 
 
 @pytest.mark.parametrize("name", some(list(LIES), 5))
-def test_a_run_passes_over_an_archive_that_lies(name: str, honest_run: Path, tmp_path: Path) -> None:
+def test_a_run_passes_over_an_archive_that_lies(name, honest_run, tmp_path):
     """The manifest agrees with it too; nothing that is live is touched by it."""
     root = shutil.copytree(honest_run, tmp_path / "run")
     forge_step(root, 2, LIES[name])
@@ -345,7 +344,7 @@ def test_a_run_passes_over_an_archive_that_lies(name: str, honest_run: Path, tmp
     assert difference(live, {"m": STATE["m"], "n": STATE["n"]}) is None
 
 
-def test_a_tensor_member_in_the_place_of_the_objects_is_not_opened(saved: Path) -> None:
+def test_a_tensor_member_in_the_place_of_the_objects_is_not_opened(saved):
     def lie(raw: dict[str, Any]) -> None:
         raw["members"][-1][0], raw["members"][0][0] = "other.pt", "objects.pt"
 
@@ -365,7 +364,7 @@ def forge_step(root: Path, step: int, lie: Callable[[dict[str, Any]], Any]) -> N
     forge_manifest(folder / "manifest.json", lambda manifest: manifest["archives"][0].update(told))
 
 
-def test_an_honest_archive_made_by_the_forger_loads(saved: Path) -> None:
+def test_an_honest_archive_made_by_the_forger_loads(saved):
     """So what is refused above is refused for the lie."""
     forge(saved)
     assert difference(async_ckpt.load(saved), STATE) is None
@@ -393,7 +392,7 @@ TEXTS: dict[str, Callable[[str], str]] = {
 
 
 @pytest.mark.parametrize("change", TEXTS.values(), ids=TEXTS.keys())
-def test_an_index_that_is_absurd_as_text_is_refused(change: Any, saved: Path) -> None:
+def test_an_index_that_is_absurd_as_text_is_refused(change, saved):
     honest = parsed_index(saved)
     before = json.dumps(read_index(saved))
     assert change(before) != before
@@ -412,7 +411,7 @@ NESTED = {
 
 @pytest.mark.parametrize("depth", [50, 150, 200, 250, 300, 320, 350, 400, 450, 480, 500, 600, 1000, 3000, 50_000])
 @pytest.mark.parametrize("kind", ["dict", "ordered", "list", "tuple"])
-def test_a_skeleton_of_any_depth_loads_or_is_refused(kind: str, depth: int, archive: Path) -> None:
+def test_a_skeleton_of_any_depth_loads_or_is_refused(kind, depth, archive):
     text = NESTED[kind]
     async_ckpt.save({"w": torch.ones(1)}, archive).result()
     deep = text[0] * depth + '{"tensor":0}' + text[1] * depth
@@ -540,7 +539,7 @@ def read_somehow(path: Path, number: int, select: Any) -> None:
         async_ckpt.load(path, mmap=number % 4 == 1, verify=number % 4 != 3, types=TYPES, select=select)
 
 
-def test_an_index_changed_at_random_loads_or_is_refused(saved: Path) -> None:
+def test_an_index_changed_at_random_loads_or_is_refused(saved):
     """Thousands of lies that nobody thought of: no other error, no memory, no code."""
     async_ckpt.save(RICH, saved).result()
     whole, told = saved.read_bytes(), json.dumps(read_index(saved))
@@ -565,7 +564,7 @@ def test_an_index_changed_at_random_loads_or_is_refused(saved: Path) -> None:
     assert refused > NUM_LIES / 4
 
 
-def test_a_model_and_its_optimizer_restored_from_an_index_changed_at_random(archive: Path) -> None:
+def test_a_model_and_its_optimizer_restored_from_an_index_changed_at_random(archive):
     """Restored, or refused; the structure that an optimizer relies on may be a lie as well."""
 
     def make(wrap: Any = nn.DataParallel) -> dict[str, Any]:
@@ -605,7 +604,7 @@ SKELETON_LIES = [
 
 
 @pytest.mark.parametrize("name", SKELETON_LIES)
-def test_a_lie_beside_a_selection_that_matches_nothing_is_refused_or_not_met(name: str, saved: Path) -> None:
+def test_a_lie_beside_a_selection_that_matches_nothing_is_refused_or_not_met(name, saved):
     forge(saved, LIES[name])
     for select in ("nothing", ["nothing"], ["m", "nothing"]):
         error = refusal(lambda s=select: async_ckpt.load(saved, select=s))
@@ -614,7 +613,7 @@ def test_a_lie_beside_a_selection_that_matches_nothing_is_refused_or_not_met(nam
         assert isinstance(error, CorruptCheckpointError | KeyError)
 
 
-def test_keys_of_thousands_of_digits_have_a_name(saved: Path) -> None:
+def test_keys_of_thousands_of_digits_have_a_name(saved):
     """Python refuses to write them in decimal; whoever is told of them must not be told of that."""
     keys = [LONG, {"tuple": [LONG, 1]}, LONE]
     forge(saved, put("skeleton", {"dict": [[key, {"dict": [["w", {"tensor": 0}]]}] for key in keys]}))
@@ -634,7 +633,7 @@ def test_keys_of_thousands_of_digits_have_a_name(saved: Path) -> None:
         assert r"\ud800" in error.args[0].encode().decode()
 
 
-def test_an_object_with_an_odd_name_is_refused_by_it(saved: Path) -> None:
+def test_an_object_with_an_odd_name_is_refused_by_it(saved):
     objects_swapped(saved, torch_saved([Path("x")]))
     forge(saved, put("skeleton", {"dict": [[LONE, {"object": 0}], [LONG, {"object": 0}]]}))
     error = assert_refused(saved, UntrustedObjectError)
@@ -642,7 +641,7 @@ def test_an_object_with_an_odd_name_is_refused_by_it(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dict", "list"])
-def test_the_deepest_structures_are_restored_or_refused(kind: str, saved: Path) -> None:
+def test_the_deepest_structures_are_restored_or_refused(kind, saved):
     """Reading the text, decoding it and comparing it with what is live run out of stack at depths of their own."""
     refused = []
     honest = saved.read_bytes()
@@ -663,7 +662,7 @@ def test_the_deepest_structures_are_restored_or_refused(kind: str, saved: Path) 
 
 @pytest.mark.parametrize("kind", ["bytes", "ndarray"])
 @pytest.mark.parametrize("aliased", [False, True])
-def test_bytes_that_many_leaves_ask_for_are_not_copied_for_each(kind: str, aliased: bool, archive: Path) -> None:
+def test_bytes_that_many_leaves_ask_for_are_not_copied_for_each(kind, aliased, archive):
     async_ckpt.save({"b": bytes(8 * MIB)}, archive).result()
     numbers = range(1000) if aliased else [0] * 1000
 
@@ -694,7 +693,7 @@ SLOW: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_an_archive_takes_little_time_to_be_refused(name: str, nursery: Nursery, saved: Path) -> None:
+def test_an_archive_takes_little_time_to_be_refused(name, nursery, saved):
     """In a process that may use a few seconds of its processor and no more: then the system ends it."""
     forge(saved, SLOW[name])
     code = """
@@ -712,7 +711,7 @@ def test_an_archive_takes_little_time_to_be_refused(name: str, nursery: Nursery,
     assert (ended.status, ended.out, ended.err) == (0, "refused\nrefused\n", "")
 
 
-def test_a_newer_format_is_told_apart_from_damage(saved: Path) -> None:
+def test_a_newer_format_is_told_apart_from_damage(saved):
     whole = saved.read_bytes()
     forge(saved, put("version", 9))
     error = assert_refused(saved, FormatVersionError)
@@ -724,9 +723,7 @@ def test_a_newer_format_is_told_apart_from_damage(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"mmap": True}, {"verify": False}], ids=str)
-def test_a_dtype_that_this_torch_lacks_takes_a_newer_one(
-    how: dict[str, Any], archive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dtype_that_this_torch_lacks_takes_a_newer_one(how, archive, monkeypatch):
     async_ckpt.save({"w": torch.ones(3).to(torch.float8_e5m2), "b": torch.ones(2)}, archive).result()
     monkeypatch.delattr(torch, "float8_e5m2")
     assert "install a newer" in str(assert_refused(archive, FormatVersionError, **how))
@@ -750,7 +747,7 @@ HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("lie", HEADERS.values(), ids=HEADERS.keys())
-def test_index_and_member_header_must_tell_the_same_story(lie: Any, saved: Path) -> None:
+def test_index_and_member_header_must_tell_the_same_story(lie, saved):
     def change(between: bytearray) -> None:
         length = int.from_bytes(between[tar.BLOCK : tar.BLOCK + 8], "little")
         table = json.loads(between[tar.BLOCK + 8 : tar.BLOCK + 8 + length])
@@ -763,7 +760,7 @@ def test_index_and_member_header_must_tell_the_same_story(lie: Any, saved: Path)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**20, 2**40, 2**63, 2**64 - 1])
-def test_a_member_whose_header_length_lies_is_refused(length: int, saved: Path) -> None:
+def test_a_member_whose_header_length_lies_is_refused(length, saved):
     def change(between: bytearray) -> None:
         between[tar.BLOCK : tar.BLOCK + 8] = length.to_bytes(8, "little")
 
@@ -785,7 +782,7 @@ def test_a_member_whose_header_length_lies_is_refused(length: int, saved: Path) 
     ],
     ids=repr,
 )
-def test_a_tar_header_whose_size_lies_is_refused(size: bytes, saved: Path) -> None:
+def test_a_tar_header_whose_size_lies_is_refused(size, saved):
     data = bytearray(saved.read_bytes())
     data[124:136] = size
     data[148:156] = b" " * 8
@@ -796,7 +793,7 @@ def test_a_tar_header_whose_size_lies_is_refused(size: bytes, saved: Path) -> No
         assert_refused(saved, CorruptCheckpointError, verify=False)
 
 
-def test_a_header_that_names_another_first_member_is_refused(saved: Path) -> None:
+def test_a_header_that_names_another_first_member_is_refused(saved):
     data = bytearray(saved.read_bytes())
     _, length = tar.parse_header(data[:512])
     data[:512] = tar.header("model.safetensors", length, mtime=0)

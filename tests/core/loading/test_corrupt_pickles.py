@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from archives import little_memory
-from children import Nursery
 from damage import NUM_LIES, STATE, assert_refused, objects_swapped, refusal, torch_saved
 from slices import PART
 from states import MIB, difference
@@ -47,7 +46,7 @@ class Bomb:
         return os.mkdir, (self.marker,)
 
 
-def test_a_pickle_runs_no_code_without_trust(archive: Path, tmp_path: Path) -> None:
+def test_a_pickle_runs_no_code_without_trust(archive, tmp_path):
     marker = tmp_path / "executed"
     async_ckpt.save({"w": torch.ones(1), "bomb": Bomb(marker)}, archive).result()
     for how in ({}, {"verify": False}, {"mmap": True}, {"select": "bomb"}):
@@ -61,7 +60,7 @@ def test_a_pickle_runs_no_code_without_trust(archive: Path, tmp_path: Path) -> N
     assert marker.is_dir()
 
 
-def test_restoring_runs_no_code_without_trust(tmp_path: Path) -> None:
+def test_restoring_runs_no_code_without_trust(tmp_path):
     marker = tmp_path / "executed"
     live = {"w": torch.zeros(1), "bomb": None}
     with AsyncCheckpointer(tmp_path / "run") as ckpt:
@@ -87,7 +86,7 @@ PICKLES = {
 
 @pytest.mark.parametrize("pickled", PICKLES.values(), ids=PICKLES.keys())
 @pytest.mark.parametrize("trust", [False, True])
-def test_objects_that_cannot_be_loaded_are_a_checkpoint_error(pickled: bytes, trust: bool, saved: Path) -> None:
+def test_objects_that_cannot_be_loaded_are_a_checkpoint_error(pickled, trust, saved):
     objects_swapped(saved, pickled)
     assert_refused(saved, trust=trust)
     assert difference(async_ckpt.load(saved, select="m")["m"], STATE["m"]) is None
@@ -218,7 +217,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 }  # fmt: skip
 
 
-def test_objects_that_ask_for_much_more_than_they_hold_are_refused(nursery: Nursery, saved: Path) -> None:
+def test_objects_that_ask_for_much_more_than_they_hold_are_refused(nursery, saved):
     """In a process that may take a quarter of a gigabyte and ten seconds of its processor for each: one more and the
     system ends it.
     """
@@ -252,7 +251,7 @@ def thirds() -> torch.Tensor:
     return torch.tensor([1 / 3])
 
 
-def test_a_parameter_made_by_a_function_that_torch_was_told_is_safe_loads(saved: Path) -> None:
+def test_a_parameter_made_by_a_function_that_torch_was_told_is_safe_loads(saved):
     made = called(f"{__name__}.thirds")
     objects_swapped(saved, zipped(called("torch._utils._rebuild_parameter", made, b"\x89", b"}")))
 
@@ -294,7 +293,7 @@ def garbled(honest: bytes, random: Random, names: list[str]) -> bytes:
     return b"".join(parts)
 
 
-def test_objects_changed_at_random_load_or_are_refused(saved: Path) -> None:
+def test_objects_changed_at_random_load_or_are_refused(saved):
     parameter = nn.Parameter(torch.ones(2))
     leaves = [
         {1, (2, "x"), b"bytes"}, bytearray(b"abc"), {torch.float32, torch.Size([1]), torch.device("cpu"), 1j},
@@ -323,7 +322,7 @@ def test_objects_changed_at_random_load_or_are_refused(saved: Path) -> None:
     assert refused > NUM_LIES / 20
 
 
-def test_records_that_torch_and_python_find_under_one_name_are_refused(saved: Path) -> None:
+def test_records_that_torch_and_python_find_under_one_name_are_refused(saved):
     honest = torch_saved([{1, 2}])
     buffer = io.BytesIO(honest)
     with zipfile.ZipFile(buffer, "a") as made, warnings.catch_warnings():
@@ -333,13 +332,13 @@ def test_records_that_torch_and_python_find_under_one_name_are_refused(saved: Pa
     assert_refused(saved, CorruptCheckpointError)
 
 
-def test_an_unverified_pickle_that_was_damaged_is_corrupt_and_needs_no_trust(saved: Path) -> None:
+def test_an_unverified_pickle_that_was_damaged_is_corrupt_and_needs_no_trust(saved):
     data = saved.read_bytes()
     saved.write_bytes(data.replace(b"__builtin__\nbytearray", b"__builtin__\nbytearrey"))
     assert_refused(saved, CorruptCheckpointError, verify=False)
 
 
-def test_objects_put_in_their_place_load(saved: Path) -> None:
+def test_objects_put_in_their_place_load(saved):
     """So what is refused above is refused for what it is."""
     objects_swapped(saved, torch_saved([{3}]))
     assert async_ckpt.load(saved)["seen"] == {3}

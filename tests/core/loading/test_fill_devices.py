@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,7 @@ def test_columns_of_a_tensor_reach_a_device_without_pageable_memory(archive, sav
 
 @both
 @pytest.mark.parametrize("view", [lambda t: t.t(), lambda t: t[:, ::2]], ids=["transposed", "strided"])
-def test_a_tensor_that_is_not_dense_is_filled_without_pageable_memory(
-    archive, sim, uploads, view: Callable[[torch.Tensor], torch.Tensor]
-):
+def test_a_tensor_that_is_not_dense_is_filled_without_pageable_memory(archive, sim, uploads, view):
     into = view(torch.zeros(64, 128, device="sim"))
     values = torch.rand(tuple(into.shape))
     async_ckpt.save({"w": values}, archive).result()

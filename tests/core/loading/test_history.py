@@ -13,7 +13,6 @@ from states import everywhere, open_run, state_at
 import async_ckpt
 from async_ckpt import NotCommittedError, StorageUnavailableError
 from async_ckpt.core.events.log import FOLDER, NAME
-from async_ckpt.testing import FaultyProxy
 
 
 def save(ckpt, *steps, **options):
@@ -200,7 +199,7 @@ def test_with_several_roots_each_has_the_history_and_one_that_is_away_is_passed_
         assert sorted(kinds(reader.history())) == told
 
 
-def test_at_a_store_a_commit_makes_one_request_for_its_history(s3, bucket, proxy: FaultyProxy):
+def test_at_a_store_a_commit_makes_one_request_for_its_history(s3, bucket, proxy):
     place = async_ckpt.Place(f"s3://{bucket}/run", options={**s3.options, "endpoint": proxy.endpoint})
     with open_run(place, keep=2) as ckpt:
         save(ckpt, 1, 2, 3)

@@ -125,7 +125,7 @@ WITH_TRUST: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", [*IN_PLACE, *WITH_TRUST])
-def test_a_live_container_is_filled_where_it_is_and_keeps_its_class(kind: str, ckpt: AsyncCheckpointer) -> None:
+def test_a_live_container_is_filled_where_it_is_and_keeps_its_class(kind, ckpt):
     saved, live = (IN_PLACE | WITH_TRUST)[kind]()
     cls, factory = type(live), getattr(live, "default_factory", None)
     state = restored(ckpt, {"w": torch.ones(1), "h": saved}, {"w": torch.zeros(1), "h": live}, trust=kind in WITH_TRUST)
@@ -147,9 +147,7 @@ def test_a_live_container_is_filled_where_it_is_and_keeps_its_class(kind: str, c
     ],
     ids=["tuple", "named tuple", "frozen record", "record", "deep", "shorter list"],
 )
-def test_what_is_alive_inside_of_what_cannot_change_stays_itself(
-    saved: Any, live: Any, held: Callable[[Any], Any], ckpt: AsyncCheckpointer
-) -> None:
+def test_what_is_alive_inside_of_what_cannot_change_stays_itself(saved, live, held, ckpt):
     inner = held(live)
     state = restored(ckpt, {"h": saved}, {"h": live})
     assert repr(state["h"]) == repr(saved)
@@ -165,12 +163,12 @@ def test_what_is_alive_inside_of_what_cannot_change_stays_itself(
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_a_container_that_is_the_whole_state_is_filled(saved: Any, live: Any, ckpt: AsyncCheckpointer) -> None:
+def test_a_container_that_is_the_whole_state_is_filled(saved, live, ckpt):
     restored(ckpt, saved, live)
     assert repr(live) == repr(saved)
 
 
-def test_children_that_a_defaultdict_makes_are_of_its_kind(ckpt: AsyncCheckpointer) -> None:
+def test_children_that_a_defaultdict_makes_are_of_its_kind(ckpt):
     live = defaultdict(lists)
     restored(ckpt, {"h": nested(loss=[1])}, {"h": live})
     live["train"]["accuracy"].append(2)
@@ -190,7 +188,7 @@ class Meter:
         self.total = state["total"]
 
 
-def test_objects_that_a_defaultdict_makes_get_their_state(ckpt: AsyncCheckpointer) -> None:
+def test_objects_that_a_defaultdict_makes_get_their_state(ckpt):
     saved, live = defaultdict(Meter), defaultdict(Meter)
     saved["loss"].total = 7
     restored(ckpt, {"meters": saved}, {"meters": live})
@@ -198,7 +196,7 @@ def test_objects_that_a_defaultdict_makes_get_their_state(ckpt: AsyncCheckpointe
     assert live["loss"].total == 7
 
 
-def test_entries_of_a_driver_and_of_borrowed_groups_are_filled_where_they_are(ckpt: AsyncCheckpointer) -> None:
+def test_entries_of_a_driver_and_of_borrowed_groups_are_filled_where_they_are(ckpt):
     state = {"model": {"w": torch.ones(3)}, "history": {"loss": [1]}}
     ckpt.save(state, 1).result()
     state["history"]["loss"].append(2)
@@ -214,7 +212,7 @@ def test_entries_of_a_driver_and_of_borrowed_groups_are_filled_where_they_are(ck
 
 
 @pytest.mark.parametrize("by", ["torch", "us"])
-def test_containers_are_filled_from_a_folder_of_dcp(tmp_path: Path, by: str) -> None:
+def test_containers_are_filled_from_a_folder_of_dcp(tmp_path, by):
     saved = {
         "w": torch.ones(1), "dict": {"a": 1, "b": [{"c": 2}]}, "lists": filled(lists(), a=[1]), "counter": Counter(x=2),
         "set": {1, 2}, "list": [1, 2], "deque": deque([1], 3), "bytes": bytearray(b"ab"), "counters": [Counter(a=2)],
@@ -238,7 +236,7 @@ def test_containers_are_filled_from_a_folder_of_dcp(tmp_path: Path, by: str) -> 
     assert all(live[name] is kept[name] for name in live if name not in ("tuple", "deep"))
 
 
-def test_what_dcp_leaves_out_since_it_is_empty_stays_beside_plain_values(tmp_path: Path) -> None:
+def test_what_dcp_leaves_out_since_it_is_empty_stays_beside_plain_values(tmp_path):
     dcp.save({"h": {"n": 1, "none": {}}}, checkpoint_id=tmp_path / "x")
     live = {"h": {"none": {}, "n": 0}}
     none = live["h"]["none"]
@@ -250,7 +248,7 @@ def test_what_dcp_leaves_out_since_it_is_empty_stays_beside_plain_values(tmp_pat
 # --- going back, and parts ---------------------------------------------------------------------------------------------
 
 
-def test_a_training_that_goes_back_has_its_histories_of_that_step(ckpt: AsyncCheckpointer) -> None:
+def test_a_training_that_goes_back_has_its_histories_of_that_step(ckpt):
     state = {"lines": [], "by_step": {}, "by_name": {"train": []}, "seen": set(), "counts": Counter()}
     for step in range(4):
         state["lines"].append({"step": step})
@@ -265,7 +263,7 @@ def test_a_training_that_goes_back_has_its_histories_of_that_step(ckpt: AsyncChe
     assert list(state["by_name"]) == ["train", "evaluation 0", "evaluation 1"]
 
 
-def test_a_new_setting_that_the_checkpoint_lacks_is_missing_and_kept_without_strict(tmp_path: Path) -> None:
+def test_a_new_setting_that_the_checkpoint_lacks_is_missing_and_kept_without_strict(tmp_path):
     with AsyncCheckpointer(tmp_path) as ckpt:
         ckpt.save({"w": torch.ones(1), "settings": {"lr": 1.0}}, 1).result()
     live = {"w": torch.zeros(1), "settings": {"lr": 0.0, "new": True}}
@@ -292,7 +290,7 @@ def test_a_new_setting_that_the_checkpoint_lacks_is_missing_and_kept_without_str
         ("h.d.1.y", {"a": [], "b": {7: 8}, "d": [{"x": 0, "y": 0}, {"x": 0, "y": 2}]}),
     ],
 )
-def test_what_is_not_selected_stays(select: str, expected: Any, ckpt: AsyncCheckpointer) -> None:
+def test_what_is_not_selected_stays(select, expected, ckpt):
     live = {"a": [], "b": {7: 8}, "d": [{"x": 0, "y": 0}, {"x": 0, "y": 0}]}
     saved = {"a": [1, 2], "b": {3: 4}, "d": [{"x": 1, "y": 1}, {"x": 2, "y": 2}]}
     restored(ckpt, {"h": saved}, {"h": live}, select=select)
@@ -307,7 +305,7 @@ class Later:
     patience: int = 0
 
 
-def test_a_record_with_other_fields_than_were_saved_is_a_difference_and_stays_as_it_is(ckpt: AsyncCheckpointer) -> None:
+def test_a_record_with_other_fields_than_were_saved_is_a_difference_and_stays_as_it_is(ckpt):
     live = Later()
     with pytest.raises(StateMismatchError) as raised:
         restored(ckpt, {"h": Record(1, [2])}, {"h": live})
@@ -317,14 +315,14 @@ def test_a_record_with_other_fields_than_were_saved_is_a_difference_and_stays_as
     assert live == Later()
 
 
-def test_items_of_a_longer_list_cannot_be_selected(ckpt: AsyncCheckpointer) -> None:
+def test_items_of_a_longer_list_cannot_be_selected(ckpt):
     live = [0]
     with pytest.raises(StateMismatchError, match="h is partly selected, and the selected items differ"):
         restored(ckpt, {"h": [1, 2, 3]}, {"h": live}, select="h.2")
     assert live == [0]
 
 
-def test_a_corrupt_step_leaves_nothing_of_its_own_in_a_history(tmp_path: Path) -> None:
+def test_a_corrupt_step_leaves_nothing_of_its_own_in_a_history(tmp_path):
     with AsyncCheckpointer(tmp_path) as ckpt:
         for step, names in ((1, "a"), (2, "bc")):
             history = {name: torch.full((3,), float(step)) for name in names}
@@ -344,21 +342,21 @@ def test_a_corrupt_step_leaves_nothing_of_its_own_in_a_history(tmp_path: Path) -
 # --- one object at two places ------------------------------------------------------------------------------------------
 
 
-def test_a_list_at_two_places_of_the_state_is_filled_once(ckpt: AsyncCheckpointer) -> None:
+def test_a_list_at_two_places_of_the_state_is_filled_once(ckpt):
     both, live = [1, torch.ones(1), np.arange(2), float("nan"), {"a": deque([bytes(5000)])}], []
     state = restored(ckpt, {"a": both, "b": {"c": both}}, {"a": live, "b": {"c": live}})
     assert state["a"] is state["b"]["c"] is live
     assert difference(live, both) is None
 
 
-def test_one_object_for_two_saved_values_is_refused(ckpt: AsyncCheckpointer) -> None:
+def test_one_object_for_two_saved_values_is_refused(ckpt):
     live: list[int] = []
     with pytest.raises(StateMismatchError, match=r"b\.c is the same object as a here, and has another value"):
         restored(ckpt, {"a": [1], "b": {"c": [2]}}, {"a": live, "b": {"c": live}})
     assert live == []
 
 
-def test_one_list_in_a_history_twice_is_exchanged_where_its_items_differ(ckpt: AsyncCheckpointer) -> None:
+def test_one_list_in_a_history_twice_is_exchanged_where_its_items_differ(ckpt):
     live = [[0]] * 2
     restored(ckpt, {"h": [[1], [2], [3]]}, {"h": live})
     assert live == [[1], [2], [3]]
@@ -431,7 +429,7 @@ REFUSED: dict[str, tuple[Any, Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_filled_is_named_before_anything_is_touched(kind: str, ckpt: AsyncCheckpointer) -> None:
+def test_what_cannot_be_filled_is_named_before_anything_is_touched(kind, ckpt):
     saved, make, text = REFUSED[kind]
     ckpt.save({"first": torch.ones(2), "list": [1], "bad": saved}, 1).result()
     live: dict[str, Any] = {"first": torch.zeros(2), "list": [], "bad": make()}
@@ -473,13 +471,13 @@ class MoreSetting(Setting):
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_a_pickled_value_that_cannot_change_is_exchanged(saved: Any, live: Any, ckpt: AsyncCheckpointer) -> None:
+def test_a_pickled_value_that_cannot_change_is_exchanged(saved, live, ckpt):
     state = restored(ckpt, {"value": saved}, {"value": live}, trust=True)
     assert state["value"] == saved
     assert type(state["value"]) is type(saved)
 
 
-def test_an_object_that_is_as_it_was_saved_stays(ckpt: AsyncCheckpointer) -> None:
+def test_an_object_that_is_as_it_was_saved_stays(ckpt):
     live = Opaque([1, {0, 8}, functools.partial(max, 1)])
     saved = Opaque([1, {8, 0}, functools.partial(max, 1)])
     state = restored(ckpt, {"value": saved, "n": 1}, {"value": live, "n": 0}, trust=True)
@@ -540,7 +538,7 @@ MARKS = {
 
 @pytest.mark.parametrize("cls", WITH_ATTRIBUTES)
 @pytest.mark.parametrize("is_empty", [False, True], ids=["filled", "empty"])
-def test_a_dict_with_its_entries_as_attributes_is_a_dict(cls: Any, is_empty: bool, ckpt: AsyncCheckpointer) -> None:
+def test_a_dict_with_its_entries_as_attributes_is_a_dict(cls, is_empty, ckpt):
     live = cls() if is_empty else cls(dict.fromkeys(MARKS) | {"lr": 0.0, "deep": cls(n=0)})
     saved = cls({**MARKS, "lr": 1.0, "deep": cls(n=1)})
     state = restored(ckpt, {"settings": saved, "epoch": 3}, {"settings": live, "epoch": 0}, trust=cls is EveryUser)
@@ -551,7 +549,7 @@ def test_a_dict_with_its_entries_as_attributes_is_a_dict(cls: Any, is_empty: boo
 
 
 @pytest.mark.parametrize("cls", [ByItem, Ordered, Every, NoneFor, Itself])
-def test_a_dict_with_its_entries_as_attributes_may_be_the_state(cls: Any, tmp_path: Path) -> None:
+def test_a_dict_with_its_entries_as_attributes_may_be_the_state(cls, tmp_path):
     state, live = cls(w=torch.ones(2), cfg=cls(n=1)), cls(w=torch.zeros(2), cfg=cls(n=0))
     async_ckpt.save(state, tmp_path / "x.tar").result()
     assert async_ckpt.load(tmp_path / "x.tar")["cfg"] == {"n": 1}
@@ -573,7 +571,7 @@ class Proxy:
         return getattr(self.inner, name)
 
 
-def test_an_object_with_the_methods_of_another_has_a_state(ckpt: AsyncCheckpointer) -> None:
+def test_an_object_with_the_methods_of_another_has_a_state(ckpt):
     saved, live, given = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), []
     own = types.SimpleNamespace(state_dict=lambda: {"a": 1}, load_state_dict=given.append)
     restored(ckpt, {"proxy": Proxy(saved), "own": own}, {"proxy": Proxy(live), "own": own})

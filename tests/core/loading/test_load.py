@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from archives import flip, forge_manifest, parsed_index, read_index
-from children import Nursery
 from racing import Call
 from states import difference
 from torch import nn
@@ -92,14 +91,14 @@ SELECTED = {
 
 @pytest.mark.parametrize(("select", "expected"), SELECTED.values(), ids=SELECTED.keys())
 @pytest.mark.parametrize("mmap", [False, True], ids=["read", "mmap"])
-def test_a_part_is_selected_by_name_glob_or_several(select: Any, expected: Any, mmap: bool, saved: Path) -> None:
+def test_a_part_is_selected_by_name_glob_or_several(select, expected, mmap, saved):
     assert difference(async_ckpt.load(saved, select=select, mmap=mmap), expected) is None
 
 
 @pytest.mark.parametrize(
     "select", ["mode", "model.lay", "MODEL", "x", [], ["x", "y"], "model.layer.0.weight.x"], ids=repr
 )
-def test_a_selection_that_matches_nothing_names_what_there_is(select: Any, saved: Path) -> None:
+def test_a_selection_that_matches_nothing_names_what_there_is(select, saved):
     with pytest.raises(KeyError, match=r"matches nothing") as caught:
         async_ckpt.load(saved, select=select)
     for group in ("model", "optimizer", "list", "a[0]"):
@@ -107,7 +106,7 @@ def test_a_selection_that_matches_nothing_names_what_there_is(select: Any, saved
 
 
 @pytest.mark.parametrize("select", [["epoch", "modle"], ["modle", "model.*", "epoch"]])
-def test_of_several_patterns_each_must_match_something(select: list[str], saved: Path) -> None:
+def test_of_several_patterns_each_must_match_something(select, saved):
     with pytest.raises(KeyError, match=r"'modle' matches nothing.*epoch.*model"):
         async_ckpt.load(saved, select=select)
     with pytest.raises(KeyError, match="'modle' matches nothing"):
@@ -115,7 +114,7 @@ def test_of_several_patterns_each_must_match_something(select: list[str], saved:
     assert not saved.with_name("other.tar").exists()
 
 
-def test_of_several_patterns_each_may_match_in_another_archive(tmp_path: Path) -> None:
+def test_of_several_patterns_each_may_match_in_another_archive(tmp_path):
     state = {"base": {"w": torch.ones(3)}, "adapter": {"w": torch.ones(2)}}
     with AsyncCheckpointer(tmp_path) as ckpt:
         ckpt.save(state, step=1).result()
@@ -148,9 +147,7 @@ def promised(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("lent", ["beside another", "alone"])
 @pytest.mark.parametrize("select", [None, "embedding", "embedding.*", "*.w", "e*", ["adapter", "embedding.w"]])
-def test_a_group_that_a_manifest_promises_and_its_archive_lacks_is_corrupt(
-    promised: Path, select: Any, lent: str
-) -> None:
+def test_a_group_that_a_manifest_promises_and_its_archive_lacks_is_corrupt(promised, select, lent):
     if lent == "alone":
         path = promised / "step_00000002" / "manifest.json"
         forge_manifest(path, lambda made: made["elsewhere"].__delitem__(0))
@@ -168,7 +165,7 @@ def test_a_group_that_a_manifest_promises_and_its_archive_lacks_is_corrupt(
     assert not live["adapter"]["w"].any()
 
 
-def test_a_promised_group_that_nobody_asks_for_may_be_missing(promised: Path) -> None:
+def test_a_promised_group_that_nobody_asks_for_may_be_missing(promised):
     live = {"base": {"w": torch.zeros(3)}, "adapter": {"w": torch.zeros(2)}}
     with AsyncCheckpointer(promised) as ckpt:
         assert set(ckpt.load(2, select=["base", "adapter.w"])) == {"base", "adapter"}
@@ -178,7 +175,7 @@ def test_a_promised_group_that_nobody_asks_for_may_be_missing(promised: Path) ->
     assert live["base"]["w"].all()
 
 
-def test_a_step_that_borrows_and_is_no_dict_of_groups_itself_is_corrupt(promised: Path) -> None:
+def test_a_step_that_borrows_and_is_no_dict_of_groups_itself_is_corrupt(promised):
     (lender,) = (promised / "step_00000001").glob("*.tar")
     made = json.loads((promised / "step_00000002" / "manifest.json").read_bytes())
     with AsyncCheckpointer(promised) as ckpt:
@@ -189,7 +186,7 @@ def test_a_step_that_borrows_and_is_no_dict_of_groups_itself_is_corrupt(promised
         async_ckpt.load(promised)
 
 
-def test_a_selection_that_matches_nothing_is_an_error_beside_empty_containers(archive: Path) -> None:
+def test_a_selection_that_matches_nothing_is_an_error_beside_empty_containers(archive):
     async_ckpt.save(
         {"model": {"w": torch.ones(1)}, "optimizer": {"state": {}, "groups": []}, "t": ()}, archive
     ).result()
@@ -197,7 +194,7 @@ def test_a_selection_that_matches_nothing_is_an_error_beside_empty_containers(ar
         async_ckpt.load(archive, select="scheduler")
 
 
-def test_an_empty_container_that_was_not_selected_is_left_out(archive: Path) -> None:
+def test_an_empty_container_that_was_not_selected_is_left_out(archive):
     async_ckpt.save(
         {"model": {"w": torch.ones(1)}, "optimizer": {"state": {}}, "empty": OrderedDict()}, archive
     ).result()
@@ -206,24 +203,24 @@ def test_an_empty_container_that_was_not_selected_is_left_out(archive: Path) -> 
     assert async_ckpt.load(archive, select=["empty"]) == {"empty": OrderedDict()}
 
 
-def test_a_selected_none_is_something(archive: Path) -> None:
+def test_a_selected_none_is_something(archive):
     async_ckpt.save({"a": None, "b": 1}, archive).result()
     assert async_ckpt.load(archive, select="a") == {"a": None}
 
 
-def test_a_bare_tensor_has_no_name_to_select(archive: Path) -> None:
+def test_a_bare_tensor_has_no_name_to_select(archive):
     async_ckpt.save(torch.ones(2), archive).result()
     with pytest.raises(KeyError, match="no named tensors"):
         async_ckpt.load(archive, select="model")
 
 
-def test_a_selected_module_keeps_the_metadata_of_its_state_dict(archive: Path) -> None:
+def test_a_selected_module_keeps_the_metadata_of_its_state_dict(archive):
     async_ckpt.save({"model": nn.BatchNorm1d(2), "n": 1}, archive).result()
     assert async_ckpt.load(archive, select="model")["model"]._metadata[""] == {"version": 2}
 
 
 @pytest.mark.parametrize("mmap", [False, True], ids=["read", "mmap"])
-def test_only_what_is_selected_is_read(mmap: bool, large: tuple[Path, dict[str, Any]]) -> None:
+def test_only_what_is_selected_is_read(mmap, large):
     """The middle one is damaged, which is found by whoever reads it, and by no one else."""
     path, state = large
     damaged = parsed_index(path).tensors[1].slices[0].extent
@@ -238,7 +235,7 @@ def test_only_what_is_selected_is_read(mmap: bool, large: tuple[Path, dict[str, 
         assert not caught.value.partly_overwritten
 
 
-def test_unverified_loading_reads_damaged_bytes_as_they_are(large: tuple[Path, dict[str, Any]]) -> None:
+def test_unverified_loading_reads_damaged_bytes_as_they_are(large):
     path, state = large
     damaged = parsed_index(path).tensors[1].slices[0].extent
     flip(path, damaged.offset + 100)
@@ -248,7 +245,7 @@ def test_unverified_loading_reads_damaged_bytes_as_they_are(large: tuple[Path, d
     assert wrong == [100]
 
 
-def test_a_tensor_that_begins_and_ends_inside_of_blocks_is_read_whole(archive: Path) -> None:
+def test_a_tensor_that_begins_and_ends_inside_of_blocks_is_read_whole(archive):
     """Sizes around the digest block and the read buffer, each loaded alone and together."""
     sizes = [BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3, 16 * MIB + 1, 1]
     state = {f"t{i}": torch.randint(0, 256, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)}
@@ -267,23 +264,23 @@ def test_a_tensor_that_begins_and_ends_inside_of_blocks_is_read_whole(archive: P
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), None], ids=repr)
-def test_tensors_come_to_the_cpu(device: Any, saved: Path) -> None:
+def test_tensors_come_to_the_cpu(device, saved):
     assert difference(async_ckpt.load(saved, map_location=device), STATE) is None
 
 
-def test_an_unknown_device_is_an_error_and_the_archive_still_loads(saved: Path) -> None:
+def test_an_unknown_device_is_an_error_and_the_archive_still_loads(saved):
     with pytest.raises(ValueError, match="map_location='nowhere' is not a device"):
         async_ckpt.load(saved, map_location="nowhere")
     assert difference(async_ckpt.load(saved), STATE) is None
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_mapped_load_equals_a_copied_one(verify: bool, saved: Path) -> None:
+def test_a_mapped_load_equals_a_copied_one(verify, saved):
     assert difference(async_ckpt.load(saved, mmap=True, verify=verify), STATE) is None
     assert difference(async_ckpt.load(saved, mmap=True, map_location="cpu"), STATE) is None
 
 
-def test_writing_to_mapped_tensors_leaves_the_file_alone(saved: Path) -> None:
+def test_writing_to_mapped_tensors_leaves_the_file_alone(saved):
     before = saved.read_bytes()
     loaded = async_ckpt.load(saved, mmap=True)
     loaded["model"]["layer.0"]["weight"].fill_(7)
@@ -293,7 +290,7 @@ def test_writing_to_mapped_tensors_leaves_the_file_alone(saved: Path) -> None:
     assert difference(async_ckpt.load(saved, mmap=True), STATE) is None
 
 
-def test_mapped_tensors_outlive_the_file_and_are_views_of_one_map(saved: Path) -> None:
+def test_mapped_tensors_outlive_the_file_and_are_views_of_one_map(saved):
     loaded = async_ckpt.load(saved, mmap=True)
     told = parsed_index(saved).tensors
     begin = {row.dotted: row.slices[0].extent.offset for row in told}
@@ -304,26 +301,26 @@ def test_mapped_tensors_outlive_the_file_and_are_views_of_one_map(saved: Path) -
     assert difference(loaded, STATE) is None
 
 
-def test_tied_tensors_are_tied_when_they_are_mapped(archive: Path) -> None:
+def test_tied_tensors_are_tied_when_they_are_mapped(archive):
     weight = torch.randn(10)
     async_ckpt.save({"a": weight, "b": [weight]}, archive).result()
     loaded = async_ckpt.load(archive, mmap=True)
     assert loaded["a"].data_ptr() == loaded["b"][0].data_ptr()
 
 
-def test_a_map_cannot_lie_on_a_device(saved: Path) -> None:
+def test_a_map_cannot_lie_on_a_device(saved):
     with pytest.raises(ValueError, match="mmap"):
         async_ckpt.load(saved, mmap=True, map_location="cuda")
 
 
-def test_two_loads_share_no_memory(saved: Path) -> None:
+def test_two_loads_share_no_memory(saved):
     first = async_ckpt.load(saved)
     first["model"]["layer.0"]["weight"].zero_()
     first["optimizer"]["param_groups"][0]["lr"] = 0
     assert difference(async_ckpt.load(saved), STATE) is None
 
 
-def test_arrays_and_tensors_that_were_loaded_can_be_changed(saved: Path) -> None:
+def test_arrays_and_tensors_that_were_loaded_can_be_changed(saved):
     loaded = async_ckpt.load(saved)
     loaded["array"][0] = 9
     loaded["model"]["layer.0"]["weight"].add_(1)
@@ -344,17 +341,17 @@ def run(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_run_folder_gives_its_newest_step(run: Path) -> None:
+def test_a_run_folder_gives_its_newest_step(run):
     assert async_ckpt.load(run)["step"] == 12
     assert async_ckpt.load(str(run) + "/")["step"] == 12
 
 
-def test_a_step_folder_gives_that_step(run: Path) -> None:
+def test_a_step_folder_gives_that_step(run):
     assert async_ckpt.load(run / "step_00000001")["step"] == 1
     assert async_ckpt.load(run / "step_00000012", mmap=True)["step"] == 12
 
 
-def test_an_archive_of_a_run_loads_as_a_file(run: Path) -> None:
+def test_an_archive_of_a_run_loads_as_a_file(run):
     (path,) = (run / "step_00000001").glob("*.tar")
     assert async_ckpt.load(path)["step"] == 1
     shutil.copy(path, run / "elsewhere.tar")
@@ -362,7 +359,7 @@ def test_an_archive_of_a_run_loads_as_a_file(run: Path) -> None:
     assert read_index(path)["step"] == 1
 
 
-def test_a_checkpointer_loads_a_step_or_the_newest(run: Path) -> None:
+def test_a_checkpointer_loads_a_step_or_the_newest(run):
     with AsyncCheckpointer(run) as ckpt:
         assert ckpt.load()["step"] == 12
         assert ckpt.load(1)["step"] == 1
@@ -372,7 +369,7 @@ def test_a_checkpointer_loads_a_step_or_the_newest(run: Path) -> None:
         assert caught.value.step == 5
 
 
-def test_loading_changes_nothing_in_the_folder(run: Path) -> None:
+def test_loading_changes_nothing_in_the_folder(run):
     before = sorted((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in run.rglob("*"))
     async_ckpt.load(run)
     async_ckpt.load(run, mmap=True)
@@ -382,7 +379,7 @@ def test_loading_changes_nothing_in_the_folder(run: Path) -> None:
     assert sorted((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in run.rglob("*")) == before
 
 
-def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+def test_a_file_url_is_a_path(tmp_path):
     target = tmp_path / "with space & ü.tar"
     async_ckpt.save({"n": 1}, target.as_uri()).result()
     assert target.exists()
@@ -390,7 +387,7 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     assert async_ckpt.load(target) == async_ckpt.load(str(target)) == {"n": 1}
 
 
-def test_a_relative_path_starts_where_the_process_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_starts_where_the_process_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     async_ckpt.save({"n": 1}, "sub/x.tar").result()
     assert async_ckpt.load("sub/x.tar") == {"n": 1}
@@ -398,9 +395,7 @@ def test_a_relative_path_starts_where_the_process_is(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("url", ["nowhere://bucket/x.tar", "s4://bucket/x.tar"])
-def test_a_url_of_an_unknown_scheme_is_refused_by_name(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_url_of_an_unknown_scheme_is_refused_by_name(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scheme = url.split(":")[0]
     for act in (
@@ -414,14 +409,14 @@ def test_a_url_of_an_unknown_scheme_is_refused_by_name(
 
 
 @pytest.mark.parametrize("path", [b"x.tar", 3, None, ["x"]], ids=repr)
-def test_a_path_of_another_type_is_a_type_error(path: Any) -> None:
+def test_a_path_of_another_type_is_a_type_error(path):
     with pytest.raises(TypeError, match="path"):
         async_ckpt.load(path)
     with pytest.raises(TypeError, match="path"):
         async_ckpt.save({}, path)
 
 
-def test_what_is_not_there_is_not_committed(tmp_path: Path) -> None:
+def test_what_is_not_there_is_not_committed(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     for path in (tmp_path / "missing.tar", tmp_path / "no" / "such" / "folder", empty):
@@ -432,9 +427,7 @@ def test_what_is_not_there_is_not_committed(tmp_path: Path) -> None:
         assert caught.value.step is None
 
 
-def test_what_opening_has_read_of_an_archive_is_not_asked_for_again(
-    archive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_opening_has_read_of_an_archive_is_not_asked_for_again(archive, monkeypatch):
     async_ckpt.save({"w": torch.ones(3)}, archive).result()
     with LocalStorage(archive.parent).open(archive.name) as reader:
         opened, asked = OpenArchive(reader, path=str(archive), verify=True), []
@@ -446,7 +439,7 @@ def test_what_opening_has_read_of_an_archive_is_not_asked_for_again(
     assert asked == []
 
 
-def test_what_is_no_checkpoint_is_told_apart(tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_told_apart(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "other" / "logs").mkdir(parents=True)
     for name, said in (("missing", "nothing at this path"), ("empty", "is empty"), ("other", "but logs")):
@@ -547,9 +540,7 @@ HOW = [{}, {"mmap": True, "verify": False}]
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_run_whose_newest_step_is_deleted_while_it_is_opened_gives_a_newer_one(
-    overtaken: Callable[..., Overtaking], before: bool, how: dict[str, Any]
-) -> None:
+def test_a_run_whose_newest_step_is_deleted_while_it_is_opened_gives_a_newer_one(overtaken, before, how):
     storage = overtaken(times=3, before=before)
     loaded = async_ckpt.load(storage.root, **how)
     assert loaded["step"] == loaded["w"][0] > 1
@@ -557,9 +548,7 @@ def test_a_run_whose_newest_step_is_deleted_while_it_is_opened_gives_a_newer_one
 
 @pytest.mark.parametrize("overtaken", ["names", "exists", "read", "open"], indirect=True)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_an_old_step_that_is_kept_is_not_taken_for_the_newest_when_that_is_deleted_meanwhile(
-    overtaken: Callable[..., Overtaking], before: bool
-) -> None:
+def test_an_old_step_that_is_kept_is_not_taken_for_the_newest_when_that_is_deleted_meanwhile(overtaken, before):
     storage = overtaken(times=1, before=before, steps=(5, 6))
     storage.keep_every = 5
     assert async_ckpt.load(storage.root)["step"] >= 6
@@ -567,9 +556,7 @@ def test_an_old_step_that_is_kept_is_not_taken_for_the_newest_when_that_is_delet
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_the_newest_step_of_roots_is_a_newer_one_when_it_is_deleted_while_it_is_opened(
-    overtaken: Callable[..., Overtaking], before: bool, how: dict[str, Any]
-) -> None:
+def test_the_newest_step_of_roots_is_a_newer_one_when_it_is_deleted_while_it_is_opened(overtaken, before, how):
     storage = overtaken(times=2, before=before)
     roots = Roots([Run(storage, clock=time.time)])
 
@@ -584,9 +571,7 @@ def test_the_newest_step_of_roots_is_a_newer_one_when_it_is_deleted_while_it_is_
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_step_that_is_named_and_deleted_while_it_is_opened_is_not_committed(
-    overtaken: Callable[..., Overtaking], before: bool, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_is_named_and_deleted_while_it_is_opened_is_not_committed(overtaken, before, how, monkeypatch):
     """Or it was opened already, and is all there."""
     storage = overtaken(times=1, before=before)
     named = storage.root / "step_00000002"
@@ -606,9 +591,7 @@ def test_a_step_that_is_named_and_deleted_while_it_is_opened_is_not_committed(
 
 
 @pytest.mark.parametrize("overtaken", ["read", "open"], indirect=True)
-def test_a_run_whose_steps_are_deleted_for_ever_is_given_up(
-    overtaken: Callable[..., Overtaking], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_steps_are_deleted_for_ever_is_given_up(overtaken, monkeypatch):
     monkeypatch.setattr(find, "TRIES", 5)
     storage = overtaken(times=10_000, before=True)
     with pytest.raises(StorageUnavailableError, match=r"deleted.*keep=") as caught:
@@ -617,7 +600,7 @@ def test_a_run_whose_steps_are_deleted_for_ever_is_given_up(
     assert isinstance(caught.value.__cause__, NotCommittedError | None)
 
 
-def test_a_run_that_is_deleted_while_it_is_opened_is_not_committed(run: Path, monkeypatch: Any) -> None:
+def test_a_run_that_is_deleted_while_it_is_opened_is_not_committed(run, monkeypatch):
     class Deleted(LocalStorage):
         def read(self, path: str) -> tuple[bytes, str]:
             shutil.rmtree(run)
@@ -628,7 +611,7 @@ def test_a_run_that_is_deleted_while_it_is_opened_is_not_committed(run: Path, mo
         async_ckpt.load(run)
 
 
-def test_an_archive_is_mapped_as_it_was_opened(saved: Path, monkeypatch: Any) -> None:
+def test_an_archive_is_mapped_as_it_was_opened(saved, monkeypatch):
     """Whatever is at its path by then."""
 
     class Replaced(LocalReader):
@@ -644,9 +627,7 @@ def test_an_archive_is_mapped_as_it_was_opened(saved: Path, monkeypatch: Any) ->
     assert difference(async_ckpt.load(saved, mmap=True), STATE) is None
 
 
-def test_a_step_that_can_be_read_no_more_once_it_is_deleted_is_followed_by_a_newer_one(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_can_be_read_no_more_once_it_is_deleted_is_followed_by_a_newer_one(run, monkeypatch):
     """In an object store nobody holds what was opened: its reads fail."""
     with AsyncCheckpointer(run) as ckpt:  # more than is read to open it
         ckpt.save({"w": torch.ones(5 * MIB, dtype=torch.uint8), "step": 12}, 12, overwrite=True).result()
@@ -673,9 +654,7 @@ def save_over(root: Path, step: int) -> None:
         ckpt.save({"w": torch.full((3,), float(step)), "step": step}, step)
 
 
-def test_a_step_that_is_deleted_while_it_is_restored_says_what_it_has_overwritten(
-    tmp_path: Path,
-) -> None:
+def test_a_step_that_is_deleted_while_it_is_restored_says_what_it_has_overwritten(tmp_path):
     with AsyncCheckpointer(tmp_path) as ckpt:
         ckpt.save({"w": torch.ones(9 * MIB, dtype=torch.uint8)}, 7).result()
     (path,) = (tmp_path / "step_00000007").glob("*.tar")
@@ -696,7 +675,7 @@ def test_a_step_that_is_deleted_while_it_is_restored_says_what_it_has_overwritte
     assert caught.value.partly_overwritten is caught.value.__cause__.partly_overwritten is True
 
 
-def test_of_the_newest_steps_corrupt_ones_are_told_of_and_passed_over(run: Path) -> None:
+def test_of_the_newest_steps_corrupt_ones_are_told_of_and_passed_over(run):
     roots = Roots([Run(LocalStorage(run), clock=time.time)])
     told: list[int] = []
 
@@ -725,7 +704,7 @@ def test_of_the_newest_steps_corrupt_ones_are_told_of_and_passed_over(run: Path)
     assert taken() is None
 
 
-def test_a_step_that_a_rollback_has_taken_out_of_the_run_is_not_its_newest(run: Path) -> None:
+def test_a_step_that_a_rollback_has_taken_out_of_the_run_is_not_its_newest(run):
     """As soon as the rollback is committed: that the step's manifest is renamed comes later, or never."""
     kept, newer = (json.loads((run / f"step_{step:08d}" / "manifest.json").read_bytes()) for step in (1, 12))
     (run / f"rollback-1.{kept['attempt']}.json").write_bytes(b"announced")
@@ -747,7 +726,7 @@ _WRITER = """
 """
 
 
-def test_a_run_is_read_two_hundred_times_beside_a_process_that_writes_it(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_run_is_read_two_hundred_times_beside_a_process_that_writes_it(tmp_path, nursery):
     child = nursery.start(_WRITER, tmp_path / "run")
     try:
         child.wait_for_line("two steps")
@@ -766,7 +745,7 @@ def test_a_run_is_read_two_hundred_times_beside_a_process_that_writes_it(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["x.tar.gz", "x.tgz", "x.tar.bz2", "X.TAR.GZ", "x.txz", "x.tar.zstd"])
-def test_a_name_that_promises_another_compression_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_name_that_promises_another_compression_is_refused(name, tmp_path):
     with pytest.raises(ValueError, match=r"only zstd.*\.tar\.zst"):
         async_ckpt.save(STATE, tmp_path / name)
     assert list(tmp_path.iterdir()) == []
@@ -787,9 +766,7 @@ def test_a_name_that_promises_another_compression_is_refused(name: str, tmp_path
     ],
     ids=repr,
 )
-def test_arguments_that_mean_nothing_are_refused_by_their_names(
-    how: Any, error: Any, message: str, archive: Path
-) -> None:
+def test_arguments_that_mean_nothing_are_refused_by_their_names(how, error, message, archive):
     async_ckpt.save({"w": torch.ones(1)}, archive).result()
     with pytest.raises(error, match=message):
         async_ckpt.load(archive, **how)

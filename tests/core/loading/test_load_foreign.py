@@ -75,13 +75,13 @@ def refused(path: Path, match: str | None = None, **how: Any) -> CorruptCheckpoi
 
 
 @pytest.mark.parametrize("how", [{}, {"mmap": True}, {"verify": False}, {"map_location": "cpu"}], ids=str)
-def test_a_safetensors_file_is_a_flat_dict_of_its_tensors(weights: Path, how: dict[str, Any]) -> None:
+def test_a_safetensors_file_is_a_flat_dict_of_its_tensors(weights, how):
     loaded = async_ckpt.load(weights, **how)
     assert type(loaded) is dict
     same(loaded, WEIGHTS)
 
 
-def test_a_part_of_a_safetensors_file_is_selected_by_name_and_by_glob(weights: Path) -> None:
+def test_a_part_of_a_safetensors_file_is_selected_by_name_and_by_glob(weights):
     assert set(async_ckpt.load(weights, select="model.layers.0")) == {
         "model.layers.0.weight", "model.layers.0.bias",
     }  # fmt: skip
@@ -101,7 +101,7 @@ DTYPES_OF_SAFETENSORS = [
 
 @pytest.mark.parametrize("dtype", DTYPES_OF_SAFETENSORS)
 @pytest.mark.parametrize("mmap", [False, True])
-def test_every_dtype_that_safetensors_writes_is_read(tmp_path: Path, dtype: str, mmap: bool) -> None:
+def test_every_dtype_that_safetensors_writes_is_read(tmp_path, dtype, mmap):
     items = torch.frombuffer(bytearray(noise(48 * DTYPES[dtype][0])), dtype=torch.uint8)
     if dtype == "bool":
         items &= 1
@@ -115,7 +115,7 @@ def test_every_dtype_that_safetensors_writes_is_read(tmp_path: Path, dtype: str,
 
 @pytest.mark.parametrize("pad", range(9))
 @pytest.mark.parametrize("mmap", [False, True])
-def test_tensors_of_any_alignment_are_read(tmp_path: Path, pad: int, mmap: bool) -> None:
+def test_tensors_of_any_alignment_are_read(tmp_path, pad, mmap):
     table = {
         "odd": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
         "w": {"dtype": "F64", "shape": [2], "data_offsets": [3, 19]},
@@ -129,7 +129,7 @@ def test_tensors_of_any_alignment_are_read(tmp_path: Path, pad: int, mmap: bool)
     assert loaded["w"].data_ptr() % 8 == 0
 
 
-def test_a_mapped_tensor_is_a_view_of_the_file_and_writes_stay_in_this_process(tmp_path: Path) -> None:
+def test_a_mapped_tensor_is_a_view_of_the_file_and_writes_stay_in_this_process(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"w": torch.zeros(1000)}, path)
     loaded = async_ckpt.load(path, mmap=True)["w"]
@@ -141,7 +141,7 @@ def test_a_mapped_tensor_is_a_view_of_the_file_and_writes_stay_in_this_process(t
     assert load_file(path)["w"][0] == 0
 
 
-def test_names_that_metadata_ties_to_a_tensor_come_back_tied(tmp_path: Path) -> None:
+def test_names_that_metadata_ties_to_a_tensor_come_back_tied(tmp_path):
     """As `safetensors.torch.save_model` and an archive's own members have them."""
     save_file(
         {"embed": torch.ones(3)},
@@ -153,7 +153,7 @@ def test_names_that_metadata_ties_to_a_tensor_come_back_tied(tmp_path: Path) -> 
     assert loaded["head"].data_ptr() == loaded["embed"].data_ptr()
 
 
-def test_a_member_taken_out_of_an_archive_loads_alone(archive: Path, tmp_path: Path) -> None:
+def test_a_member_taken_out_of_an_archive_loads_alone(archive, tmp_path):
     async_ckpt.save(STATE, archive).result()
     async_ckpt.files.extract(archive, tmp_path / "folder")
     loaded = async_ckpt.load(tmp_path / "folder" / "m.safetensors")
@@ -161,7 +161,7 @@ def test_a_member_taken_out_of_an_archive_loads_alone(archive: Path, tmp_path: P
     assert loaded["tied"].data_ptr() == loaded["w"].data_ptr()
 
 
-def test_a_header_of_more_than_a_block_is_read(tmp_path: Path) -> None:
+def test_a_header_of_more_than_a_block_is_read(tmp_path):
     tensors = {f"{'n' * 200}.{i}": torch.tensor([i]) for i in range(18_000)}
     save_file(tensors, tmp_path / "x")
     assert (tmp_path / "x").stat().st_size > BLOCK_BYTES
@@ -169,13 +169,13 @@ def test_a_header_of_more_than_a_block_is_read(tmp_path: Path) -> None:
     assert {int(tensor) for tensor in loaded.values()} == set(range(17000, 17010))
 
 
-def test_a_file_without_tensors_is_an_empty_dict(tmp_path: Path) -> None:
+def test_a_file_without_tensors_is_an_empty_dict(tmp_path):
     assert async_ckpt.load(write(tmp_path / "x", {})) == {}
     assert async_ckpt.load(write(tmp_path / "x", {"__metadata__": {"format": "pt"}})) == {}
 
 
 @pytest.mark.parametrize("engine", ["obstore", "s3fs"])
-def test_a_safetensors_file_of_a_store_is_read(bucket: Bucket, weights: Path, engine: str) -> None:  # noqa: F811
+def test_a_safetensors_file_of_a_store_is_read(bucket, weights, engine):  # noqa: F811
     bucket.write(["a/model.safetensors"], weights.read_bytes())
     how = {"engine": engine}
     same(async_ckpt.load(bucket.place("a/model.safetensors", **how)), WEIGHTS)
@@ -184,7 +184,7 @@ def test_a_safetensors_file_of_a_store_is_read(bucket: Bucket, weights: Path, en
         async_ckpt.load(bucket.place("a/model.safetensors", **how), mmap=True)
 
 
-def test_of_a_safetensors_file_the_header_and_the_size_are_verified(weights: Path) -> None:
+def test_of_a_safetensors_file_the_header_and_the_size_are_verified(weights):
     report = async_ckpt.verify(weights)
     assert report.num_bytes == weights.stat().st_size
     assert "its header was compared with its size, but not its tensors" in str(report)
@@ -203,9 +203,7 @@ def model() -> torch.nn.Module:
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 15_000])
 @pytest.mark.parametrize("mmap", [False, True])
-def test_what_export_hf_has_written_loads(
-    tmp_path: Path, model: torch.nn.Module, max_shard_bytes: int, mmap: bool
-) -> None:
+def test_what_export_hf_has_written_loads(tmp_path, model, max_shard_bytes, mmap):
     async_ckpt.export_hf(model, tmp_path / "hf", max_shard_bytes=max_shard_bytes).result()
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) == (1 if max_shard_bytes > 10**6 else 3)
     loaded = async_ckpt.load(tmp_path / "hf", mmap=mmap)
@@ -213,7 +211,7 @@ def test_what_export_hf_has_written_loads(
     assert set(async_ckpt.load(tmp_path / "hf", select="*.bias")) == {"0.bias", "1.bias", "2.bias"}
 
 
-def test_shards_of_a_store_load(bucket: Bucket, model: torch.nn.Module) -> None:  # noqa: F811
+def test_shards_of_a_store_load(bucket, model):  # noqa: F811
     async_ckpt.export_hf(model, bucket.place("hf"), max_shard_bytes=15_000).result()
     same(async_ckpt.load(bucket.place("hf")), dict(model.state_dict()))
 
@@ -229,7 +227,7 @@ def sharded(folder: Path, weight_map: Any) -> Path:
 
 
 @pytest.mark.parametrize("of_b", [1, 2])
-def test_a_tensor_that_two_shards_have_comes_from_the_one_that_the_index_names(tmp_path: Path, of_b: int) -> None:
+def test_a_tensor_that_two_shards_have_comes_from_the_one_that_the_index_names(tmp_path, of_b):
     files = {"a": "model-1.safetensors", "b": f"model-{of_b}.safetensors", "c": "model-2.safetensors"}
     loaded = async_ckpt.load(sharded(tmp_path / "hf", files))
     assert {name: tensor.tolist() for name, tensor in loaded.items()} == {
@@ -258,11 +256,11 @@ def test_a_tensor_that_two_shards_have_comes_from_the_one_that_the_index_names(t
     ],
     ids=repr,
 )
-def test_an_index_of_shards_that_lies_is_refused(tmp_path: Path, weight_map: Any, match: str) -> None:
+def test_an_index_of_shards_that_lies_is_refused(tmp_path, weight_map, match):
     refused(sharded(tmp_path / "hf", weight_map), match)
 
 
-def test_shards_that_are_not_selected_may_be_missing(tmp_path: Path) -> None:
+def test_shards_that_are_not_selected_may_be_missing(tmp_path):
     files = {"a": "model-1.safetensors", "c": "model-2.safetensors"}
     folder = sharded(tmp_path / "hf", files)
     (folder / "model-2.safetensors").unlink()
@@ -273,13 +271,13 @@ def test_shards_that_are_not_selected_may_be_missing(tmp_path: Path) -> None:
         async_ckpt.load(folder, select="x")
 
 
-def test_a_folder_of_several_safetensors_files_without_an_index_says_so(tmp_path: Path) -> None:
+def test_a_folder_of_several_safetensors_files_without_an_index_says_so(tmp_path):
     (sharded(tmp_path / "hf", {}) / "model.safetensors.index.json").unlink()
     with pytest.raises(NotCommittedError, match=r"load one of them: model-1\.safetensors, model-2"):
         async_ckpt.load(tmp_path / "hf")
 
 
-def test_pieces_of_torch_distributed_checkpoint_are_not_taken_for_a_model(weights: Path) -> None:
+def test_pieces_of_torch_distributed_checkpoint_are_not_taken_for_a_model(weights):
     (weights.parent / ".metadata").write_bytes(b"")
     with pytest.raises(CorruptCheckpointError, match=r"\.metadata cannot be trusted"):
         async_ckpt.load(weights.parent)
@@ -291,7 +289,7 @@ def of_torchs_writer(folder: Path, *, distributed: bool) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def test_pieces_of_tensors_in_safetensors_files_are_refused_whatever_they_are_called(tmp_path: Path) -> None:
+def test_pieces_of_tensors_in_safetensors_files_are_refused_whatever_they_are_called(tmp_path):
     (file,) = of_torchs_writer(tmp_path / "whole", distributed=False)
     for path in (file, file.parent):
         assert async_ckpt.load(path)["w"].tolist() == [1, 1, 1, 1]
@@ -309,7 +307,7 @@ def test_pieces_of_tensors_in_safetensors_files_are_refused_whatever_they_are_ca
         async_ckpt.load(second)
 
 
-def test_files_of_torch_say_what_loads_them(tmp_path: Path) -> None:
+def test_files_of_torch_say_what_loads_them(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(NotCommittedError, match=r"but pytorch_model\.bin, which torch\.load reads"):
         async_ckpt.load(tmp_path)
@@ -318,7 +316,7 @@ def test_files_of_torch_say_what_loads_them(tmp_path: Path) -> None:
         async_ckpt.load(tmp_path / "__0_0.distcp")
 
 
-def test_a_header_that_is_no_table_of_tensors_is_told_in_words(tmp_path: Path) -> None:
+def test_a_header_that_is_no_table_of_tensors_is_told_in_words(tmp_path):
     for table in ({"w": 5}, {"w": {"dtype": "F32"}}):
         error = refused(write(tmp_path / "x.safetensors", table), "not a table of tensors, each with dtype, shape and")
         assert "Error" not in str(error)
@@ -341,7 +339,7 @@ def extracted(state: Any, tmp_path: Path, by: str = "tar") -> Path:
 
 @pytest.mark.parametrize("by", ["tar", "bsdtar", "extract"])
 @pytest.mark.parametrize("verify", [True, False])
-def test_the_folder_of_an_extracted_archive_is_the_state(tmp_path: Path, by: str, verify: bool) -> None:
+def test_the_folder_of_an_extracted_archive_is_the_state(tmp_path, by, verify):
     if by != "extract" and shutil.which(by) is None:
         pytest.skip(f"no {by} here")
     loaded = async_ckpt.load(extracted(STATE, tmp_path, by), verify=verify)
@@ -356,7 +354,7 @@ def large_state() -> dict[str, Any]:
     }
 
 
-def test_an_extracted_archive_of_many_blocks_and_members_is_the_state(tmp_path: Path) -> None:
+def test_an_extracted_archive_of_many_blocks_and_members_is_the_state(tmp_path):
     folder = extracted(large_state(), tmp_path)
     assert difference(async_ckpt.load(folder), large_state()) is None
     part = async_ckpt.load(folder, select="optimizer.w3")
@@ -364,7 +362,7 @@ def test_an_extracted_archive_of_many_blocks_and_members_is_the_state(tmp_path: 
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_members_of_an_extracted_archive_that_are_not_selected_may_be_missing(tmp_path: Path, verify: bool) -> None:
+def test_members_of_an_extracted_archive_that_are_not_selected_may_be_missing(tmp_path, verify):
     folder = extracted({**large_state(), "object": Thing()}, tmp_path)
     for lost in ("optimizer.safetensors", "objects.pt"):
         (folder / lost).unlink()
@@ -376,7 +374,7 @@ def test_members_of_an_extracted_archive_that_are_not_selected_may_be_missing(tm
         refused(folder, "does not match its digest", select="model")
 
 
-def test_damage_in_an_extracted_member_is_found_in_every_block_without_a_header(tmp_path: Path) -> None:
+def test_damage_in_an_extracted_member_is_found_in_every_block_without_a_header(tmp_path):
     folder = extracted(large_state(), tmp_path)
     for offset in (5 * MIB, 9 * MIB):
         flip(folder / "model.safetensors", offset)
@@ -402,7 +400,7 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", HARM)
-def test_an_extracted_archive_that_is_damaged_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_extracted_archive_that_is_damaged_is_refused(tmp_path, name):
     harm, match = HARM[name]
     folder = extracted(STATE, tmp_path)
     harm(folder)
@@ -410,7 +408,7 @@ def test_an_extracted_archive_that_is_damaged_is_refused(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", "a/b", "", "C:x"])
-def test_an_extracted_index_names_only_what_lies_beside_it(tmp_path: Path, name: str) -> None:
+def test_an_extracted_index_names_only_what_lies_beside_it(tmp_path, name):
     folder = extracted(STATE, tmp_path)
     (tmp_path / "secret").write_bytes((folder / "m.safetensors").read_bytes())
     raw = json.loads((folder / "index.json").read_text())
@@ -419,7 +417,7 @@ def test_an_extracted_index_names_only_what_lies_beside_it(tmp_path: Path, name:
     refused(folder, "is not the name of a file beside it")
 
 
-def test_a_member_of_an_extracted_index_with_a_long_name_is_refused(tmp_path: Path) -> None:
+def test_a_member_of_an_extracted_index_with_a_long_name_is_refused(tmp_path):
     folder = extracted(STATE, tmp_path)
     raw = json.loads((folder / "index.json").read_text())
     raw["members"][0][0] = "m" * 150
@@ -428,7 +426,7 @@ def test_a_member_of_an_extracted_index_with_a_long_name_is_refused(tmp_path: Pa
     refused(folder, "too long for the name of a member")
 
 
-def test_an_extracted_archive_is_not_unpickled_without_trust(tmp_path: Path) -> None:
+def test_an_extracted_archive_is_not_unpickled_without_trust(tmp_path):
     folder = extracted({"w": torch.ones(2), "object": Thing()}, tmp_path)
     with pytest.raises(UntrustedObjectError):
         async_ckpt.load(folder)
@@ -439,24 +437,24 @@ class Thing:
     pass
 
 
-def test_an_extracted_archive_cannot_be_mapped(tmp_path: Path) -> None:
+def test_an_extracted_archive_cannot_be_mapped(tmp_path):
     with pytest.raises(ValueError, match="extracted; leave mmap out"):
         async_ckpt.load(extracted(STATE, tmp_path), mmap=True)
 
 
-def test_an_extracted_archive_is_verified_as_an_archive_only(tmp_path: Path) -> None:
+def test_an_extracted_archive_is_verified_as_an_archive_only(tmp_path):
     with pytest.raises(NotCommittedError, match="only the archive itself can be verified"):
         async_ckpt.verify(extracted(STATE, tmp_path))
 
 
-def test_an_extracted_archive_of_a_store_loads(bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
+def test_an_extracted_archive_of_a_store_loads(bucket, tmp_path):  # noqa: F811
     for path in extracted(STATE, tmp_path).iterdir():
         bucket.write([f"folder/{path.name}"], path.read_bytes())
     loaded = async_ckpt.load(bucket.place("folder"))
     assert difference(loaded, STATE) is None
 
 
-def test_the_files_of_a_folder_are_closed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_a_folder_are_closed_again(tmp_path, monkeypatch):
     opened: list[Any] = []
     closed: list[Any] = []
     real = LocalStorage.open
@@ -527,7 +525,7 @@ LIES: dict[str, tuple[Any, bytes]] = {
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_a_header_that_lies_is_refused_without_taking_memory(name: str, tmp_path: Path) -> None:
+def test_a_header_that_lies_is_refused_without_taking_memory(name, tmp_path):
     table, data = LIES[name]
     path = write(tmp_path / "x.safetensors", table, data)
     with little_memory():
@@ -538,7 +536,7 @@ def test_a_header_that_lies_is_refused_without_taking_memory(name: str, tmp_path
 
 
 @pytest.mark.parametrize("length", [3, 1000, 99_999_999, 100_000_001, 2**40, 2**64 - 1])
-def test_a_header_whose_length_lies_is_refused_without_taking_memory(length: int, tmp_path: Path) -> None:
+def test_a_header_whose_length_lies_is_refused_without_taking_memory(length, tmp_path):
     path = write(tmp_path / "x", {"a": told()}, bytes(8), length=length)
     with little_memory():
         refused(path)
@@ -555,12 +553,12 @@ def test_a_header_whose_length_lies_is_refused_without_taking_memory(length: int
         (-1, "describes .*: truncated"),
     ],
 )
-def test_a_safetensors_file_that_is_cut_short_is_refused(weights: Path, num_bytes: int, match: str) -> None:
+def test_a_safetensors_file_that_is_cut_short_is_refused(weights, num_bytes, match):
     os.truncate(weights, num_bytes if num_bytes >= 0 else weights.stat().st_size + num_bytes)
     refused(weights, match)
 
 
-def test_names_that_no_terminal_takes_load_and_are_shown(tmp_path: Path) -> None:
+def test_names_that_no_terminal_takes_load_and_are_shown(tmp_path):
     head = json.dumps({"a\ud800": told()}).encode()
     loaded = async_ckpt.load(write(tmp_path / "x", head, bytes(8)))
     assert list(loaded) == ["a\ud800"]
@@ -568,7 +566,7 @@ def test_names_that_no_terminal_takes_load_and_are_shown(tmp_path: Path) -> None
     str(refused(write(tmp_path / "x", head, bytes(8)))).encode()
 
 
-def test_a_file_changed_at_random_loads_or_is_refused(weights: Path) -> None:
+def test_a_file_changed_at_random_loads_or_is_refused(weights):
     honest = weights.read_bytes()
     length = 8 + int.from_bytes(honest[:8], "little")
     draw = random.Random(PART)
@@ -602,9 +600,7 @@ _rows = st.fixed_dictionaries(
 
 @settings(max_examples=examples(400), deadline=None)
 @given(st.dictionaries(_names, _rows, max_size=3), st.integers(0, 40))
-def test_whatever_a_header_says_what_loads_lies_within_the_file(
-    tmp_path_factory: pytest.TempPathFactory, table: dict[str, Any], num_bytes: int
-) -> None:
+def test_whatever_a_header_says_what_loads_lies_within_the_file(tmp_path_factory, table, num_bytes):
     path = write(tmp_path_factory.getbasetemp() / "any.safetensors", table, bytes(range(num_bytes)))
     try:
         loaded = async_ckpt.load(path)
@@ -620,7 +616,7 @@ class Odd:
         self.number = number
 
 
-def test_pickled_objects_of_dcp_have_equal_digests_if_they_are_equal(tmp_path: Path) -> None:
+def test_pickled_objects_of_dcp_have_equal_digests_if_they_are_equal(tmp_path):
     """So they are compared without being loaded, which would need trust."""
     dcp.save({"w": torch.ones(3), "a": Odd(1), "b": Odd(2), "c": Odd(1)}, checkpoint_id=tmp_path, no_dist=True)
 

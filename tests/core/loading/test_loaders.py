@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from rank_worlds import Worlds
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -264,9 +263,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("case", SAYS)
-def test_another_order_is_a_warning_by_name_and_an_error_with_strict(
-    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_another_order_is_a_warning_by_name_and_an_error_with_strict(case, tmp_path, caplog):
     before, after, facts = SAYS[case]
     path = saved(tmp_path, before())
     caplog.clear()
@@ -340,7 +337,7 @@ SILENT: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("case", SILENT)
-def test_what_changes_no_order_is_not_told(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_what_changes_no_order_is_not_told(case, tmp_path, caplog):
     before, after = SILENT[case]
     path = saved(tmp_path, before())
     caplog.clear()
@@ -348,7 +345,7 @@ def test_what_changes_no_order_is_not_told(case: str, tmp_path: Path, caplog: py
     assert not told(caplog)
 
 
-def test_a_loader_goes_on_where_it_was(tmp_path: Path):
+def test_a_loader_goes_on_where_it_was(tmp_path):
     """The facts stand beside its state, and are no part of it."""
     loader = StatefulDataLoader(items(), 4, shuffle=True)
     batches = iter(loader)
@@ -362,9 +359,7 @@ def test_a_loader_goes_on_where_it_was(tmp_path: Path):
     assert async_ckpt.load(path, select="loader")["loader"].keys() == loader.state_dict().keys()
 
 
-def test_the_seed_of_a_generator_that_is_restored_beside_the_loader_says_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_the_seed_of_a_generator_that_is_restored_beside_the_loader_says_nothing(tmp_path, caplog):
     loader, live = mixed(1), mixed(2)
     async_ckpt.save({"loader": loader, "by": {"g": loader.sampler.generator}}, tmp_path / "x.tar").result()
     restore({"loader": live, "by": {"g": live.sampler.generator}}, tmp_path / "x.tar", strict=True)
@@ -372,14 +367,14 @@ def test_the_seed_of_a_generator_that_is_restored_beside_the_loader_says_nothing
     assert not told(caplog)
 
 
-def test_a_shuffle_without_a_seed_is_told(tmp_path: Path):
+def test_a_shuffle_without_a_seed_is_told(tmp_path):
     """Each call of it draws another order."""
     path = saved(tmp_path, numbers().shuffle())
     with pytest.raises(StateMismatchError, match=r"seed \d+ in the checkpoint and \d+ here"):
         restore({"loader": numbers().shuffle()}, path, strict=True)
 
 
-def test_objects_of_users_that_raise_or_have_no_end_are_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_objects_of_users_that_raise_or_have_no_end_are_saved(tmp_path, caplog):
     class Endless(RandomSampler):
         @property
         def sampler(self) -> Any:
@@ -410,9 +405,7 @@ def test_lightnings_wrapper_of_a_sampler_is_named_with_the_sampler():
 @pytest.mark.parametrize(
     "known", [(), ("items", "batches", "batch_size", "shards", "num_workers", "world_size")], ids=["none", "the first"]
 )
-def test_a_checkpoint_without_the_facts_says_nothing(
-    known: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_checkpoint_without_the_facts_says_nothing(known, tmp_path, caplog, monkeypatch):
     """As those of earlier versions."""
     monkeypatch.setattr(
         "async_ckpt.core.state.capture.loader_facts",
@@ -438,14 +431,14 @@ def test_facts_of_a_hostile_file_are_only_shown():
         assert all(line.isprintable() and len(line) < 120 for line in loaders.order_differences(live, saved))
 
 
-def test_a_loader_in_a_snapshot_is_known(tmp_path: Path):
+def test_a_loader_in_a_snapshot_is_known(tmp_path):
     with async_ckpt.snapshot({"all": [{"loader": of_replicas(2)}]}) as snap:
         path = saved(tmp_path, snap["all"][0]["loader"])
     with pytest.raises(StateMismatchError, match="world size 2 in the checkpoint and 3 here"):
         restore({"loader": of_replicas(3)}, path, strict=True)
 
 
-def test_the_length_of_an_iterable_dataset_is_not_asked_of_its_loader(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+def test_the_length_of_an_iterable_dataset_is_not_asked_of_its_loader(tmp_path, recwarn):
     """torch warns of each item that is beyond it, once it was asked."""
     loader = StatefulDataLoader(Measured(), 4)
     path = saved(tmp_path, loader)
@@ -505,7 +498,7 @@ OTHER_SIZE = "world size 2 in the checkpoint and 1 here"
 
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "streamed", "divided"])
 @pytest.mark.parametrize("per_rank", [False, True], ids=["alike", "per rank"])
-def test_one_rank_instead_of_two_is_told_and_as_many_are_not(worlds: Worlds, kind: str, per_rank: bool):
+def test_one_rank_instead_of_two_is_told_and_as_many_are_not(worlds, kind, per_rank):
     loader = _LOADER.format(kind=kind, per_rank=per_rank)
     how = {"from_ranks": {"loader": 1}} if per_rank else {}
     assert [end.told for end in worlds.run(2, loader + _SAVE)] == [["committed"], ["committed"]]
@@ -517,7 +510,7 @@ def test_one_rank_instead_of_two_is_told_and_as_many_are_not(worlds: Worlds, kin
     assert any("loader yields its data in another order" in line and OTHER_SIZE in line for line in warnings)
 
 
-def test_a_dataset_that_no_rank_has_split_is_the_same_on_any_number_of_ranks(worlds: Worlds):
+def test_a_dataset_that_no_rank_has_split_is_the_same_on_any_number_of_ranks(worlds):
     loader = _LOADER.format(kind="whole", per_rank=False)
     worlds.run(2, loader + _SAVE)
     (end,) = worlds.run(1, loader + _RESTORE.replace("{how}", "{}"))

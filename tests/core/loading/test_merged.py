@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerators import Accelerator
 from archives import flip, forge, little_memory
 from matrix_slices import MODEL_PARALLEL, fsdp2_over_tp, numbered, torch_cuts
 from rank_archives import commit, load_all, opened, write_all
@@ -18,7 +17,7 @@ from states import MIB, difference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import async_ckpt
@@ -47,7 +46,7 @@ def sharded(mesh_shape: tuple[int, ...]) -> nn.Module:
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=["FSDP2", "HSDP"])
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "not"])
-def test_a_sharded_model_loads_as_full_tensors(mesh_shape: tuple[int, ...], verify: bool, tmp_path: Path):
+def test_a_sharded_model_loads_as_full_tensors(mesh_shape, verify, tmp_path):
     paths = write_all(tmp_path, 4, lambda _: {"model": sharded(mesh_shape)})
 
     loaded = load_all(paths, verify=verify)
@@ -55,7 +54,7 @@ def test_a_sharded_model_loads_as_full_tensors(mesh_shape: tuple[int, ...], veri
     assert difference(loaded, {"model": network().state_dict()}) is None
 
 
-def test_what_replicas_share_loads_whole(tmp_path: Path):
+def test_what_replicas_share_loads_whole(tmp_path):
     """Above 1 MiB a tensor is cut at rows, below it belongs to one rank, and small ones are written by all."""
     state = {
         "large": numbered((700, 600)),
@@ -77,9 +76,7 @@ def test_what_replicas_share_loads_whole(tmp_path: Path):
     ],
     ids=["FSDP2 over TP", "HSDP over TP"],
 )
-def test_what_fully_shard_cuts_unevenly_loads_with_each_element_in_its_place(
-    mesh: dict[str, int], placed: dict[str, tuple[Placement, ...]], sizes: list[int], tmp_path: Path
-):
+def test_what_fully_shard_cuts_unevenly_loads_with_each_element_in_its_place(mesh, placed, sizes, tmp_path):
     shapes: dict[str, tuple[int, ...]] = {}
 
     def build(rank: int) -> dict[str, Any]:
@@ -95,7 +92,7 @@ def test_what_fully_shard_cuts_unevenly_loads_with_each_element_in_its_place(
         assert torch.equal(tensor, numbered(shapes[name])), name
 
 
-def test_strided_shards_load_with_each_element_in_its_place(tmp_path: Path):
+def test_strided_shards_load_with_each_element_in_its_place(tmp_path):
     placed = [(_StridedShard(0, split_factor=2), Shard(1)), (Shard(1), Shard(1)), (Shard(0), Shard(0))]
     paths = write_all(
         tmp_path,
@@ -107,7 +104,7 @@ def test_strided_shards_load_with_each_element_in_its_place(tmp_path: Path):
         assert torch.equal(tensor, numbered(tuple(tensor.shape))), name
 
 
-def test_tied_weights_stay_tied(tmp_path: Path):
+def test_tied_weights_stay_tied(tmp_path):
     def build(_: int) -> Any:
         model = sharded((4,))
         return {"model": model, "tied": model[1].weight}  # three rows on four ranks: one has nothing of it
@@ -117,7 +114,7 @@ def test_tied_weights_stay_tied(tmp_path: Path):
     assert loaded["tied"] is loaded["model"]["1.weight"]
 
 
-def test_stages_of_a_pipeline_load_as_one_model(tmp_path: Path):
+def test_stages_of_a_pipeline_load_as_one_model(tmp_path):
     def build(rank: int) -> Any:
         return {"model": {f"{rank}.weight": numbered((3, 2)) + rank, "note": "both"}, f"only {rank}": rank}
 
@@ -129,7 +126,7 @@ def test_stages_of_a_pipeline_load_as_one_model(tmp_path: Path):
     }) is None  # fmt: skip
 
 
-def test_of_archives_that_overlap_the_lowest_ranks_bytes_are_read(tmp_path: Path):
+def test_of_archives_that_overlap_the_lowest_ranks_bytes_are_read(tmp_path):
     paths = write_all(tmp_path, 3, lambda rank: {"t": numbered((40, 10)) + 1000 * rank}, shared=False)
 
     assert torch.equal(load_all(paths)["t"], numbered((40, 10)))
@@ -149,14 +146,14 @@ def values_of(rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_what_ranks_have_of_their_own_comes_from_all_of_them(tmp_path: Path):
+def test_what_ranks_have_of_their_own_comes_from_all_of_them(tmp_path):
     loaded = load_all(write_all(tmp_path, 3, values_of), per_rank=["rng"])
 
     assert {rank: value["python"] for rank, value in loaded["rng"].items()} == {n: (n, "x") for n in range(3)}
     assert [loaded["rng"][rank]["torch"].tolist() for rank in range(3)] == [[0, 1], [1, 1], [2, 1]]
 
 
-def test_values_that_differ_come_from_all_ranks_even_where_python_calls_them_equal(tmp_path: Path):
+def test_values_that_differ_come_from_all_ranks_even_where_python_calls_them_equal(tmp_path):
     loaded = load_all(write_all(tmp_path, 3, values_of), per_rank=["rng"])
 
     timers = loaded["timers"]
@@ -168,7 +165,7 @@ def test_values_that_differ_come_from_all_ranks_even_where_python_calls_them_equ
     assert [len(items) for items in loaded["shift"].values()] == [0, 1, 2]
 
 
-def test_a_value_of_each_rank_cannot_be_changed(tmp_path: Path):
+def test_a_value_of_each_rank_cannot_be_changed(tmp_path):
     timers = load_all(write_all(tmp_path, 2, values_of))["timers"]
 
     with pytest.raises(TypeError):
@@ -176,7 +173,7 @@ def test_a_value_of_each_rank_cannot_be_changed(tmp_path: Path):
     assert isinstance(timers["seconds"], PerRank)
 
 
-def test_whose_value_counts_can_be_said_by_name(tmp_path: Path):
+def test_whose_value_counts_can_be_said_by_name(tmp_path):
     paths = write_all(tmp_path, 3, values_of)
 
     loaded = load_all(paths, per_rank=["rng"], from_ranks={"rng": 2, "timers.seconds": 1})
@@ -188,12 +185,12 @@ def test_whose_value_counts_can_be_said_by_name(tmp_path: Path):
     assert load_all(paths, from_ranks={"timers": 1, "rng": 0, "shift": 0})["timers"] == values_of(1)["timers"]
 
 
-def test_a_rank_that_has_no_such_value_is_refused_by_name(tmp_path: Path):
+def test_a_rank_that_has_no_such_value_is_refused_by_name(tmp_path):
     with pytest.raises(KeyError, match="rank 7 has saved no rng; ranks 0, 1, 2 have"):
         load_all(write_all(tmp_path, 3, values_of), per_rank=["rng"], from_ranks={"rng": 7})
 
 
-def test_small_tensors_come_from_the_lowest_rank_unless_they_are_of_each(tmp_path: Path):
+def test_small_tensors_come_from_the_lowest_rank_unless_they_are_of_each(tmp_path):
     """Running statistics, say: every rank has written its own, and the manifest knows whether they were alike."""
     paths = write_all(tmp_path, 2, lambda rank: {"model": {"bn.mean": torch.full((2,), float(rank))}})
 
@@ -210,7 +207,7 @@ class Odd:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_pickled_objects_have_equal_digests_if_they_are_equal_whichever_rank_has_saved_them(tmp_path: Path):
+def test_pickled_objects_have_equal_digests_if_they_are_equal_whichever_rank_has_saved_them(tmp_path):
     """So they are compared without being loaded, which would need trust."""
     paths = write_all(tmp_path, 2, lambda rank: {"shared": Odd(0), f"of{rank}": Odd(0), "odd": Odd(rank)})
 
@@ -226,7 +223,7 @@ def test_pickled_objects_have_equal_digests_if_they_are_equal_whichever_rank_has
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_pickled_objects_are_those_of_the_lowest_rank_unless_they_are_of_each(tmp_path: Path):
+def test_pickled_objects_are_those_of_the_lowest_rank_unless_they_are_of_each(tmp_path):
     paths = write_all(tmp_path, 2, lambda rank: {"a": [Odd(-1)] * rank, "odd": Odd(rank)})
 
     loaded = load_all(paths, trust=True, per_rank=["odd"])
@@ -235,7 +232,7 @@ def test_pickled_objects_are_those_of_the_lowest_rank_unless_they_are_of_each(tm
     assert load_all(paths, trust=True, select="odd")["odd"].rank == 0
 
 
-def test_many_archives_become_one_quickly(tmp_path: Path):
+def test_many_archives_become_one_quickly(tmp_path):
     state = {"model": {f"layers.{n}.weight": torch.ones(2) for n in range(1000)}}
     paths = write_all(tmp_path, 16, lambda rank: {"rng": list(range(rank)), **state})
 
@@ -266,7 +263,7 @@ def step(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("of", ["step", "run"])
-def test_a_step_of_several_ranks_loads_by_its_folder_and_by_that_of_its_run(of: str, step: Path):
+def test_a_step_of_several_ranks_loads_by_its_folder_and_by_that_of_its_run(of, step):
     loaded = async_ckpt.load(step if of == "step" else step.parent, from_ranks={"own": 1})
 
     assert difference(loaded["model"], network().state_dict()) is None
@@ -274,7 +271,7 @@ def test_a_step_of_several_ranks_loads_by_its_folder_and_by_that_of_its_run(of: 
     assert loaded["own"].tolist() == [1, 1]
 
 
-def test_a_group_that_a_step_of_other_ranks_has_lent_loads_with_the_rest(step: Path):
+def test_a_group_that_a_step_of_other_ranks_has_lent_loads_with_the_rest(step):
     """It was saved by four; now there are six, each with values of its own."""
     own = write_all(step.parent / "step_00000002", 6, lambda rank: {"rng": 10 + rank, "lr": 0.25}, per_rank=("rng",))
     later = commit(own, per_rank=("rng",), lent={"model": step})
@@ -287,7 +284,7 @@ def test_a_group_that_a_step_of_other_ranks_has_lent_loads_with_the_rest(step: P
     assert async_ckpt.verify(later).num_archives == 10
 
 
-def test_every_archive_of_a_step_is_verified(step: Path):
+def test_every_archive_of_a_step_is_verified(step):
     assert async_ckpt.verify(step).num_archives == 4
 
     flip(step / "rank_00002.0123abcd.tar", 20000)
@@ -295,14 +292,14 @@ def test_every_archive_of_a_step_is_verified(step: Path):
         async_ckpt.verify(step)
 
 
-def test_a_name_that_nothing_has_is_no_choice(step: Path):
+def test_a_name_that_nothing_has_is_no_choice(step):
     with pytest.raises(
         KeyError, match=r"'rnk' names nothing in .*step_00000001; these values differ by rank: own, rng"
     ):
         async_ckpt.load(step, from_ranks={"rnk": 0})
 
 
-def test_the_archive_of_one_rank_gives_what_is_whole_in_it_and_names_the_folder_for_the_rest(step: Path):
+def test_the_archive_of_one_rank_gives_what_is_whole_in_it_and_names_the_folder_for_the_rest(step):
     path = step / "rank_00003.0123abcd.tar"
 
     assert async_ckpt.load(path, select=["rng", "lr", "own"])["own"].tolist() == [1, 1, 1, 1]
@@ -313,19 +310,19 @@ def test_the_archive_of_one_rank_gives_what_is_whole_in_it_and_names_the_folder_
         async_ckpt.load(path)
 
 
-def test_what_lies_in_pieces_cannot_be_mapped(step: Path):
+def test_what_lies_in_pieces_cannot_be_mapped(step):
     with pytest.raises(ValueError, match="several ranks have saved"):
         async_ckpt.load(step, mmap=True)
 
 
-def test_a_step_that_lacks_the_archive_of_a_rank_is_corrupt(step: Path):
+def test_a_step_that_lacks_the_archive_of_a_rank_is_corrupt(step):
     (step / "rank_00001.0123abcd.tar").unlink()
 
     with pytest.raises(CorruptCheckpointError, match="rank_00001"):
         async_ckpt.load(step)
 
 
-def test_of_many_archives_little_more_than_the_indices_is_kept_in_memory(tmp_path: Path):
+def test_of_many_archives_little_more_than_the_indices_is_kept_in_memory(tmp_path):
     """Of each archive the first 4 MiB are read; of a few they are kept, since most readers want more of it."""
     state = {"model": numbered((1040, 1024))}
     folder = commit(write_all(tmp_path / "run" / "step_00000001", 17, lambda _: state, shared=False))
@@ -345,7 +342,7 @@ def test_of_many_archives_little_more_than_the_indices_is_kept_in_memory(tmp_pat
 
 
 @pytest.mark.parametrize("accelerator", ["late"], indirect=True)
-def test_pieces_are_put_together_on_a_device(accelerator: Accelerator, tmp_path: Path):
+def test_pieces_are_put_together_on_a_device(accelerator, tmp_path):
     placed = [(Shard(1), Shard(0)), (Shard(1), Shard(1))]
 
     def build(_: int) -> Any:
@@ -380,7 +377,7 @@ def honest(tmp_path: Path) -> list[Path]:
     )
 
 
-def test_what_no_archive_has_is_named_with_the_ranks_that_should_have_it(honest: list[Path]):
+def test_what_no_archive_has_is_named_with_the_ranks_that_should_have_it(honest):
     forge(honest[2], lambda raw: pieces_of(raw, "w").clear())
 
     with pytest.raises(
@@ -391,7 +388,7 @@ def test_what_no_archive_has_is_named_with_the_ranks_that_should_have_it(honest:
     assert caught.value.tensors == ("model.w",)
 
 
-def test_a_missing_slice_that_is_not_selected_harms_nobody(honest: list[Path]):
+def test_a_missing_slice_that_is_not_selected_harms_nobody(honest):
     forge(honest[2], lambda raw: pieces_of(raw, "w").clear())
 
     assert torch.equal(load_all(honest, select="model.b")["model"]["b"], numbered((5,)))
@@ -464,7 +461,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_archives_that_contradict_each_other_are_refused(name: str, honest: list[Path]):
+def test_archives_that_contradict_each_other_are_refused(name, honest):
     lie, says = LIES[name]
     forge(honest[2], lie)
 
@@ -472,7 +469,7 @@ def test_archives_that_contradict_each_other_are_refused(name: str, honest: list
         load_all(honest)
 
 
-def test_a_shape_that_all_ranks_lie_about_takes_no_memory(honest: list[Path]):
+def test_a_shape_that_all_ranks_lie_about_takes_no_memory(honest):
     for path in honest:
         forge(path, grow)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +59,7 @@ MISFITS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", MISFITS)
-def test_what_does_not_fit_is_told_by_name_before_anything_is_written(kind: str, tmp_path: Path):
+def test_what_does_not_fit_is_told_by_name_before_anything_is_written(kind, tmp_path):
     folder = saved(tmp_path, 2, fully_sharded(2))
     make, says = MISFITS[kind]
     with standing_at(1, 3), torch.no_grad():
@@ -73,7 +72,7 @@ def test_what_does_not_fit_is_told_by_name_before_anything_is_written(kind: str,
         assert bool((local_part(fitting) == -1).all())
 
 
-def test_a_manifest_of_a_newer_version_is_refused_as_such(tmp_path: Path):
+def test_a_manifest_of_a_newer_version_is_refused_as_such(tmp_path):
     folder = saved(tmp_path, 3, rows((21, 2), 2)(3))
 
     forge_manifest(folder / "manifest.json", version=9)
@@ -81,7 +80,7 @@ def test_a_manifest_of_a_newer_version_is_refused_as_such(tmp_path: Path):
         restored_by_two(folder)
 
 
-def test_a_layout_of_a_newer_version_is_done_without(tmp_path: Path):
+def test_a_layout_of_a_newer_version_is_done_without(tmp_path):
     folder = saved(tmp_path, 3, rows((21, 2), 2)(3))
     path = folder / f"layout.{ATTEMPT}.json"
     told = unseal(path.read_bytes())
@@ -93,7 +92,7 @@ def test_a_layout_of_a_newer_version_is_done_without(tmp_path: Path):
     restored_by_two(folder)
 
 
-def test_half_a_step_that_was_copied_by_hand_is_told(tmp_path: Path):
+def test_half_a_step_that_was_copied_by_hand_is_told(tmp_path):
     folder = saved(tmp_path, 3, rows((21, 2), 2)(3))
 
     half = tmp_path / "half" / "step_00000001"
@@ -121,7 +120,7 @@ def test_half_a_step_that_was_copied_by_hand_is_told(tmp_path: Path):
         assert ckpt.restore({"0": torch.zeros(21, 2)}) is None
 
 
-def test_a_step_that_was_copied_without_those_that_it_borrows_from_says_so(tmp_path: Path):
+def test_a_step_that_was_copied_without_those_that_it_borrows_from_says_so(tmp_path):
     with async_ckpt.AsyncCheckpointer(tmp_path / "run") as ckpt:
         state = {"m": {"w": torch.ones(3)}, "n": 1}
         ckpt.save(state, 1).result()
@@ -167,7 +166,7 @@ def moments(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("has_state", [True, False], ids=["trained before", "new"])
-def test_a_parameter_that_never_had_a_gradient_has_no_state_and_gets_none(has_state: bool, tmp_path: Path):
+def test_a_parameter_that_never_had_a_gradient_has_no_state_and_gets_none(has_state, tmp_path):
     folder = saved(tmp_path, 3, lambda _: {"optimizer": partly_trained(3, seed=5)[1]})
 
     for rank in range(2):
@@ -189,7 +188,7 @@ def flattened(world: int, seed: int) -> dict[str, Any]:
     return dict(get_optimizer_state_dict(model, optimizer, options=options))
 
 
-def test_flattened_names_of_fsdp_are_filled_in_another_layout(tmp_path: Path):
+def test_flattened_names_of_fsdp_are_filled_in_another_layout(tmp_path):
     folder = saved(tmp_path, 3, lambda _: {"optimizer": flattened(3, 5)})
 
     for rank in range(2):
@@ -206,7 +205,7 @@ def test_flattened_names_of_fsdp_are_filled_in_another_layout(tmp_path: Path):
             assert not any(name.startswith("state.1.") for name in live)
 
 
-def test_no_name_of_an_optimizer_is_made_up(tmp_path: Path):
+def test_no_name_of_an_optimizer_is_made_up(tmp_path):
     """It is missing, and is told; what is left of it is nobody's."""
     folder = saved(tmp_path, 3, lambda _: {"optimizer": flattened(3, 5)})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict, deque
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -68,7 +67,7 @@ def live_of_rank(rank: int) -> dict[Any, Any]:
         return live
 
 
-def test_one_index_changed_at_random_is_refused_or_does_no_harm(tmp_path: Path):
+def test_one_index_changed_at_random_is_refused_or_does_no_harm(tmp_path):
     """No other error, no memory, no code."""
     paths = write_all(tmp_path, 2, state_of_rank)
     refused = 0

@@ -62,9 +62,7 @@ def check(live: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "not"])
-def test_the_same_layout_reads_its_own_bytes_and_asks_for_no_layout(
-    verify: bool, tmp_path: Path, num_read: dict[str, int]
-):
+def test_the_same_layout_reads_its_own_bytes_and_asks_for_no_layout(verify, tmp_path, num_read):
     build = rows((2048, 2048), 2)(2)
     folder = saved(tmp_path, 2, build)
     with standing_at(1, 2), torch.no_grad():
@@ -78,9 +76,7 @@ def test_the_same_layout_reads_its_own_bytes_and_asks_for_no_layout(
     assert sum(num_read.values()) <= 1.02 * own_bytes
 
 
-def test_other_ranks_along_the_first_dimension_read_little_more_than_their_own_bytes(
-    tmp_path: Path, num_read: dict[str, int]
-):
+def test_other_ranks_along_the_first_dimension_read_little_more_than_their_own_bytes(tmp_path, num_read):
     """From 3 ranks to 2; all that is read is counted, whole blocks where they are verified, indices and digests too."""
     before, after = (rows((3 * 2048, 7168), 1)(world) for world in (3, 2))
     folder = saved(tmp_path, 3, before)
@@ -99,7 +95,7 @@ def test_other_ranks_along_the_first_dimension_read_little_more_than_their_own_b
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no such advice")
-def test_ranks_that_read_what_others_read_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_that_read_what_others_read_share_it(tmp_path, monkeypatch):
     """Along the other dimension, each of them wants a part of every block. In the same layout, none reads what another does."""
     build = rows((64, 64), 1)(2)
     folder = saved(tmp_path, 2, build)
@@ -118,7 +114,7 @@ def test_ranks_that_read_what_others_read_share_it(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("world", [5, 12, 40])
-def test_a_rank_opens_the_archives_that_overlap_its_own_rows(world: int, tmp_path: Path, num_read: dict[str, int]):
+def test_a_rank_opens_the_archives_that_overlap_its_own_rows(world, tmp_path, num_read):
     before, after = (rows((120, 2), 3)(n) for n in (8, world))
     folder = saved(tmp_path, 8, before)
     for rank in range(0, world, 3):
@@ -132,7 +128,7 @@ def test_a_rank_opens_the_archives_that_overlap_its_own_rows(world: int, tmp_pat
         assert names_of(range(first // 15, last // 15 + 1)) == archives_in(num_read)
 
 
-def test_one_process_that_selects_one_tensor_opens_the_archives_that_have_it(tmp_path: Path, num_read: dict[str, int]):
+def test_one_process_that_selects_one_tensor_opens_the_archives_that_have_it(tmp_path, num_read):
     """Under DDP each rank has written a share of the tensors."""
     state = {f"{n}": numbered((300, 100)) + n for n in range(12)}
     folder = saved(tmp_path, 6, lambda _: state)
@@ -142,7 +138,7 @@ def test_one_process_that_selects_one_tensor_opens_the_archives_that_have_it(tmp
     assert len(archives_in(num_read)) <= 2  # one that knows all names, and the one that has it
 
 
-def test_one_process_that_loads_everything_opens_all_archives_once(tmp_path: Path, num_read: dict[str, int]):
+def test_one_process_that_loads_everything_opens_all_archives_once(tmp_path, num_read):
     build = rows((120, 2), 3)(8)
     folder = saved(tmp_path, 8, build)
     num_read.clear()
@@ -186,7 +182,7 @@ LAYOUTS: dict[str, tuple[int, Build]] = {
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "all write all"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_each_rank_has_written_follows_by_arithmetic(layout: str, shared: bool, tmp_path: Path):
+def test_what_each_rank_has_written_follows_by_arithmetic(layout, shared, tmp_path):
     """Nothing has to be said apart from that."""
     world, build = LAYOUTS[layout]
     folder = saved(tmp_path, world, build, shared=shared)
@@ -198,7 +194,7 @@ def test_what_each_rank_has_written_follows_by_arithmetic(layout: str, shared: b
     assert irregular_ranks(folder) == set()
 
 
-def test_a_stage_of_another_cut_of_a_pipeline_opens_those_that_had_its_layers(tmp_path: Path, num_read: dict[str, int]):
+def test_a_stage_of_another_cut_of_a_pipeline_opens_those_that_had_its_layers(tmp_path, num_read):
     folder = saved(tmp_path, 4, stages)
     live = {"model": {name: torch.zeros(700, 600) for name in ("0.whole", "1.cut", "1.whole")}}
     num_read.clear()
@@ -210,7 +206,7 @@ def test_a_stage_of_another_cut_of_a_pipeline_opens_those_that_had_its_layers(tm
     assert torch.equal(live["model"]["1.cut"], numbered((700, 600)))
 
 
-def test_values_of_a_rank_that_is_chosen_are_read_from_its_archive(tmp_path: Path, num_read: dict[str, int]):
+def test_values_of_a_rank_that_is_chosen_are_read_from_its_archive(tmp_path, num_read):
     build = lambda rank: {"rng": {"seed": rank, "state": torch.full((3,), rank)}, **rows((12, 2), 1)(6)(rank)}  # noqa: E731
     folder = saved(tmp_path, 6, build, per_rank=("rng",))
     live = {"rng": {"seed": 9, "state": torch.zeros(3, dtype=torch.int64)}}
@@ -243,7 +239,7 @@ def restored_by_two(folder: Path) -> None:
             check(live, build(rank))
 
 
-def test_without_a_sound_layout_a_few_archives_are_all_opened(tmp_path: Path, num_read: dict[str, int]):
+def test_without_a_sound_layout_a_few_archives_are_all_opened(tmp_path, num_read):
     folder = many(tmp_path)
     path = folder / f"layout.{ATTEMPT}.json"
     text = path.read_bytes()
@@ -257,7 +253,7 @@ def test_without_a_sound_layout_a_few_archives_are_all_opened(tmp_path: Path, nu
         path.write_bytes(text)
 
 
-def test_a_layout_that_says_nothing_true_costs_looks_and_no_byte(tmp_path: Path):
+def test_a_layout_that_says_nothing_true_costs_looks_and_no_byte(tmp_path):
     """As if the tensors were cut over ranks in another order."""
     folder = many(tmp_path)
     path = folder / f"layout.{ATTEMPT}.json"
@@ -268,7 +264,7 @@ def test_a_layout_that_says_nothing_true_costs_looks_and_no_byte(tmp_path: Path)
     restored_by_two(folder)
 
 
-def test_a_rank_that_wrote_more_than_its_share_costs_no_byte(tmp_path: Path):
+def test_a_rank_that_wrote_more_than_its_share_costs_no_byte(tmp_path):
     """One rank wrote all that it holds, though it might have left half of it to another."""
     folder = tmp_path / "run" / "step_00000001"
     state = {f"{n}": numbered((300, 100)) + n for n in range(4)}
@@ -280,7 +276,7 @@ def test_a_rank_that_wrote_more_than_its_share_costs_no_byte(tmp_path: Path):
     assert difference(async_ckpt.load(folder, select="3"), {"3": state["3"]}) is None
 
 
-def test_a_gap_is_told_by_name_whatever_the_layout_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_gap_is_told_by_name_whatever_the_layout_says(tmp_path, monkeypatch):
     """Half a step, copied by hand: an archive of another state where rank 1's should be."""
     folder = tmp_path / "run" / "step_00000001"
     paths = write_all(folder, 3, rows((21, 2), 2)(3))

@@ -46,7 +46,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_each_rank_gets_its_own_of_what_any_layout_has_saved(before: str, after: str, step_of: Callable[[str], Path]):
+def test_each_rank_gets_its_own_of_what_any_layout_has_saved(before, after, step_of):
     """The oracle is torch's own cutting: what it made is emptied, filled, and compared with what it was."""
     world, build = SUITE[after]
 
@@ -54,7 +54,7 @@ def test_each_rank_gets_its_own_of_what_any_layout_has_saved(before: str, after:
         assert wrong_at(rank, world, build, step_of(before)) == [], rank
 
 
-def test_a_few_of_all_layouts_into_a_few_others(tmp_path: Path):
+def test_a_few_of_all_layouts_into_a_few_others(tmp_path):
     """Of the whole matrix, see `matrix_restores`."""
     chance, every = random.Random(PART), layouts(4)
     num_sources = len(every) if ALL else 4
@@ -84,7 +84,7 @@ def held(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("has_moments", [True, False], ids=["moments", "none yet"])
 @pytest.mark.parametrize("world", [3, 2], ids=["same layout", "another"])
-def test_a_sharded_model_and_its_optimizer_are_filled_where_they_are(world: int, has_moments: bool, tmp_path: Path):
+def test_a_sharded_model_and_its_optimizer_are_filled_where_they_are(world, has_moments, tmp_path):
     paths = write_all(tmp_path, 3, lambda _: trained(3))
 
     for rank in range(world):
@@ -102,7 +102,7 @@ def test_a_sharded_model_and_its_optimizer_are_filled_where_they_are(world: int,
                 assert moments["exp_avg"].placements == parameter.placements
 
 
-def test_a_sharded_model_takes_what_one_process_has_saved(tmp_path: Path):
+def test_a_sharded_model_takes_what_one_process_has_saved(tmp_path):
     paths = write_all(tmp_path, 1, lambda _: trained(None))
 
     with standing_at(1, 2):
@@ -113,7 +113,7 @@ def test_a_sharded_model_takes_what_one_process_has_saved(tmp_path: Path):
         assert difference(held(live), held(trained(2))) is None
 
 
-def test_a_plain_model_takes_what_ranks_have_saved(tmp_path: Path):
+def test_a_plain_model_takes_what_ranks_have_saved(tmp_path):
     paths = write_all(tmp_path, 3, lambda _: trained(3))
 
     with standing_at(0, 1):
@@ -123,7 +123,7 @@ def test_a_plain_model_takes_what_ranks_have_saved(tmp_path: Path):
     assert difference(held(live), held(trained(None))) is None
 
 
-def test_another_shape_is_refused_by_name_before_anything_is_written(tmp_path: Path):
+def test_another_shape_is_refused_by_name_before_anything_is_written(tmp_path):
     paths = write_all(tmp_path, 2, fully_sharded(2))
 
     with standing_at(0, 2), torch.no_grad():
@@ -148,7 +148,7 @@ def nothing() -> dict[str, Any]:
     }
 
 
-def test_a_rank_of_a_world_of_the_same_size_gets_its_own_values(tmp_path: Path):
+def test_a_rank_of_a_world_of_the_same_size_gets_its_own_values(tmp_path):
     paths = write_all(tmp_path, 3, own_values)
 
     live = nothing()
@@ -157,7 +157,7 @@ def test_a_rank_of_a_world_of_the_same_size_gets_its_own_values(tmp_path: Path):
     assert difference(live, own_values(2)) is None
 
 
-def test_in_a_world_of_another_size_nobody_gets_anothers_value(tmp_path: Path):
+def test_in_a_world_of_another_size_nobody_gets_anothers_value(tmp_path):
     paths = write_all(tmp_path, 3, own_values)
 
     live = nothing()
@@ -169,7 +169,7 @@ def test_in_a_world_of_another_size_nobody_gets_anothers_value(tmp_path: Path):
     assert "from_ranks={'timer': 0}" in str(caught.value)
 
 
-def test_in_a_world_of_another_size_values_are_left_out_or_taken_from_a_rank(tmp_path: Path):
+def test_in_a_world_of_another_size_values_are_left_out_or_taken_from_a_rank(tmp_path):
     paths = write_all(tmp_path, 3, own_values)
 
     live = nothing()
@@ -180,7 +180,7 @@ def test_in_a_world_of_another_size_values_are_left_out_or_taken_from_a_rank(tmp
     assert difference(live, {**own_values(1), "timer": 0.0}) is None
 
 
-def test_what_differs_inside_of_a_model_or_an_optimizer_is_named_too(tmp_path: Path):
+def test_what_differs_inside_of_a_model_or_an_optimizer_is_named_too(tmp_path):
     def trained_at(rank: int) -> dict[str, Any]:
         state = trained(None)
         groups = state["optimizer"].param_groups
@@ -210,7 +210,7 @@ class Scheduler:
         self.state = state
 
 
-def test_no_object_is_handed_the_values_of_all_ranks(tmp_path: Path):
+def test_no_object_is_handed_the_values_of_all_ranks(tmp_path):
     paths = write_all(tmp_path, 2, lambda rank: {"scheduler": {"last": {"lr": 0.1 * rank}, "step": 1}})
 
     live = {"scheduler": Scheduler(), "empty": {}}
@@ -222,7 +222,7 @@ def test_no_object_is_handed_the_values_of_all_ranks(tmp_path: Path):
     assert live["scheduler"].state == {"last": {"lr": 0.1}, "step": 1}
 
 
-def test_a_stage_of_a_pipeline_takes_its_part_and_misses_nothing_else(tmp_path: Path):
+def test_a_stage_of_a_pipeline_takes_its_part_and_misses_nothing_else(tmp_path):
     def stage(rank: int) -> dict[str, Any]:
         return {"model": {f"{rank}.weight": numbered((3, 2)) + rank, "shared": numbered((2,))}}
 
@@ -236,7 +236,7 @@ def test_a_stage_of_a_pipeline_takes_its_part_and_misses_nothing_else(tmp_path: 
         restore_at(0, 1, paths, {"model": {"1.weight": torch.zeros(3, 2)}})
 
 
-def test_a_name_of_another_rank_is_found_though_its_archive_was_opened_for_bytes_before(tmp_path: Path):
+def test_a_name_of_another_rank_is_found_though_its_archive_was_opened_for_bytes_before(tmp_path):
     def stage(rank: int) -> dict[str, Any]:
         return {"model": fully_sharded(2)(rank), f"stage{rank}": {"x": numbered((3,)) + rank}}
 
@@ -247,7 +247,7 @@ def test_a_name_of_another_rank_is_found_though_its_archive_was_opened_for_bytes
     assert torch.equal(live["stage1"]["x"], numbered((3,)) + 1)
 
 
-def test_a_rank_keeps_its_part_of_a_group_that_is_of_each(tmp_path: Path):
+def test_a_rank_keeps_its_part_of_a_group_that_is_of_each(tmp_path):
     """Shards of two models, say, that have the same names on the ranks of each."""
     paths = write_all(tmp_path, 2, lambda rank: {"own": fully_sharded(2)(rank)})
 
@@ -308,7 +308,7 @@ def test_a_sparse_tensor_that_differs_between_ranks_is_kept_for_each_as_a_whole(
 # --- what is read -------------------------------------------------------------------------------------------------------
 
 
-def test_what_lies_between_wide_rows_is_not_read(tmp_path: Path, num_read: dict[str, int]):
+def test_what_lies_between_wide_rows_is_not_read(tmp_path, num_read):
     """Of three rows of 8 MiB a rank of eight holds 1 MiB each."""
     paths = write_all(tmp_path, 1, lambda _: {"wide": numbered((3, 2 * MIB))})
     with standing_at(5, 8), torch.no_grad():
@@ -341,7 +341,7 @@ class Training:
         self.tensors, self.epoch = state["tensors"], state["epoch"]
 
 
-def test_an_object_with_shards_gets_them_back_as_shards(tmp_path: Path):
+def test_an_object_with_shards_gets_them_back_as_shards(tmp_path):
     paths = write_all(tmp_path, 3, lambda rank: {"training": Training(fully_sharded(3)(rank), 5)})
 
     with standing_at(1, 2), torch.no_grad():
@@ -354,7 +354,7 @@ def test_an_object_with_shards_gets_them_back_as_shards(tmp_path: Path):
         assert all(torch.equal(local_part(live.tensors[name]), local_part(expected[name])) for name in SHAPES)
 
 
-def test_a_partial_tensor_is_refused_by_name(tmp_path: Path):
+def test_a_partial_tensor_is_refused_by_name(tmp_path):
     paths = write_all(tmp_path, 2, fully_sharded(2))
 
     with standing_at(0, 2):

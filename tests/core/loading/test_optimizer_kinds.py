@@ -178,7 +178,7 @@ ALIKE = {"Adam", "AdamW"}
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("form", ["object", "state dict"])
 @pytest.mark.parametrize("of", OF_TORCH)
-def test_each_optimizer_of_torch_takes_its_own_state_alone(tmp_path: Path, of: str, form: str, steps: int):
+def test_each_optimizer_of_torch_takes_its_own_state_alone(tmp_path, of, form, steps):
     def make(kind: str) -> Any:
         more = {"momentum": 0.9} if kind == "SGD" else {}
         return lambda parameters: OF_TORCH[kind](parameters, **more)
@@ -199,7 +199,7 @@ def test_each_optimizer_of_torch_takes_its_own_state_alone(tmp_path: Path, of: s
 
 
 @pytest.mark.parametrize("of", [*FOREIGN, "Adam", "RAdam", "Adamax", "SGD", "SparseAdam"])
-def test_optimizers_of_others_take_their_own_state_alone(tmp_path: Path, of: str):
+def test_optimizers_of_others_take_their_own_state_alone(tmp_path, of):
     before = Training(kind_of(of), 3)
     path = written(tmp_path, before)
     for kind in (*FOREIGN, "Adam", "RAdam", "SGD"):
@@ -214,7 +214,7 @@ def test_optimizers_of_others_take_their_own_state_alone(tmp_path: Path, of: str
 @pytest.mark.parametrize(("of", "into"), [("FusedAdam", "Adam"), ("FusedAdam", "RAdam"), ("FusedLAMB", "AdamW"), ("AdamW", "FusedAdam"),
     ("RAdam", "Lion8bit"), ("Adam8bit", "Adam"), ("SGDScheduleFree", "SGD"), ("AdamWScheduleFree", "AdamW"), ("AdamW", "AdamWScheduleFree"),
     ("AdamWScheduleFree", "RAdamScheduleFree"), ("SGD", "SGDScheduleFree"), ("Lion", "Adam"), ("Lion", "RAdam"), ("RAdam", "Lion")])  # fmt: skip
-def test_without_the_names_of_classes_settings_and_states_tell_kinds_apart(tmp_path: Path, of: str, into: str):
+def test_without_the_names_of_classes_settings_and_states_tell_kinds_apart(tmp_path, of, into):
     """As in an archive of an older version, or of a state dict."""
     path = written(tmp_path, Training(kind_of(of), 3), "state dict")
     assert_refused(Training(kind_of(into)), path)
@@ -294,7 +294,7 @@ SAME = {
 
 @pytest.mark.parametrize("form", ["object", "state dict"])
 @pytest.mark.parametrize("case", SAME)
-def test_a_state_of_the_same_kind_is_taken_with_its_settings(tmp_path: Path, accelerator: Any, case: str, form: str):
+def test_a_state_of_the_same_kind_is_taken_with_its_settings(tmp_path, accelerator, case, form):
     of, into = SAME[case]
     before = Training(of, 3)
     path = written(tmp_path, before, form)
@@ -321,7 +321,7 @@ UNLIKE = {
 
 
 @pytest.mark.parametrize("case", UNLIKE)
-def test_what_would_go_on_in_another_way_is_refused(tmp_path: Path, accelerator: Any, case: str):
+def test_what_would_go_on_in_another_way_is_refused(tmp_path, accelerator, case):
     of, into, match = UNLIKE[case]
     assert_refused(Training(into), written(tmp_path, Training(of, 3)), match)
 
@@ -350,7 +350,7 @@ class Both(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("form", ["object", "state dict"])
-def test_each_part_of_a_container_takes_the_state_of_its_own_kind(tmp_path: Path, form: str):
+def test_each_part_of_a_container_takes_the_state_of_its_own_kind(tmp_path, form):
     kinds = [torch.optim.Adagrad, torch.optim.AdamW]
 
     def made(kinds: list[Any], seed: int) -> tuple[list[Any], Both]:
@@ -375,7 +375,7 @@ def test_each_part_of_a_container_takes_the_state_of_its_own_kind(tmp_path: Path
     assert difference(live_weights, weights) is None
 
 
-def test_a_state_that_lacks_what_the_next_step_needs_is_refused(tmp_path: Path):
+def test_a_state_that_lacks_what_the_next_step_needs_is_refused(tmp_path):
     """As of a version that did not save the setting."""
     state = Training(torch.optim.AdamW, 3).state("state dict")
     del state["optimizer"]["param_groups"][0]["amsgrad"]
@@ -384,7 +384,7 @@ def test_a_state_that_lacks_what_the_next_step_needs_is_refused(tmp_path: Path):
     assert "AdamW needs max_exp_avg_sq" in assert_refused(live, tmp_path / "x.tar")
 
 
-def test_a_state_of_parameters_of_other_shapes_is_refused(tmp_path: Path):
+def test_a_state_of_parameters_of_other_shapes_is_refused(tmp_path):
     """In another order, say, and without names."""
     weights = [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2, 3))]
     before, live = torch.optim.AdamW(weights), torch.optim.AdamW(weights[::-1])
@@ -396,7 +396,7 @@ def test_a_state_of_parameters_of_other_shapes_is_refused(tmp_path: Path):
         restore({"optimizer": live}, tmp_path / "x.tar")
 
 
-def test_a_state_of_an_older_torch_is_brought_up_to_date(tmp_path: Path):
+def test_a_state_of_an_older_torch_is_brought_up_to_date(tmp_path):
     """As load_state_dict does: steps were numbers once."""
     before = Training(torch.optim.AdamW, 3)
     state = copy.deepcopy(before.state("state dict"))
@@ -407,7 +407,7 @@ def test_a_state_of_an_older_torch_is_brought_up_to_date(tmp_path: Path):
     assert_goes_on(live, before)
 
 
-def test_the_classes_of_optimizers_are_known_of_snapshots_and_their_parts(tmp_path: Path):
+def test_the_classes_of_optimizers_are_known_of_snapshots_and_their_parts(tmp_path):
     training = Training(bitsandbytes.optim.Lion8bit, 3)
     with async_ckpt.snapshot({"all": [training.state()]}) as snap:
         async_ckpt.save({"of": snap["all"][0], "beside": 1}, tmp_path / "x.tar").result()
@@ -417,7 +417,7 @@ def test_the_classes_of_optimizers_are_known_of_snapshots_and_their_parts(tmp_pa
     assert type(async_ckpt.load(tmp_path / "x.tar")["of"]["optimizer"]) is dict
 
 
-def test_the_classes_of_optimizers_are_known_of_several_ranks(tmp_path: Path):
+def test_the_classes_of_optimizers_are_known_of_several_ranks(tmp_path):
     """Here of stages of a pipeline, of which one trains in another way."""
     kinds = [bitsandbytes.optim.Lion8bit, bitsandbytes.optim.AdamW8bit]
     folder = saved(tmp_path, 2, lambda rank: {f"stage {rank}": Training(kinds[rank], 2).state(), "rank": rank})
@@ -466,7 +466,7 @@ REGROUPED = {
 @pytest.mark.parametrize("way", ["in place", "by its own load_state_dict"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Rprop])
 @pytest.mark.parametrize("case", REGROUPED)
-def test_states_go_to_the_parameters_of_their_names(tmp_path: Path, case: str, kind: Any, way: str):
+def test_states_go_to_the_parameters_of_their_names(tmp_path, case, kind, way):
     of, into = REGROUPED[case]
     if kind is torch.optim.Rprop:
         of, into = ([(names, {}) for names, _ in groups] for groups in (of, into))
@@ -487,7 +487,7 @@ def test_states_go_to_the_parameters_of_their_names(tmp_path: Path, case: str, k
 
 
 @pytest.mark.parametrize("way", ["in place", "by its own load_state_dict"])
-def test_a_group_of_parameters_from_several_keeps_what_these_do_not_agree_about(tmp_path: Path, way: str):
+def test_a_group_of_parameters_from_several_keeps_what_these_do_not_agree_about(tmp_path, way):
     model, live = layers(), layers(1)
     optimizer = named(TWO, model)
     moved = named([(WEIGHTS[1:], {"weight_decay": 0.7}), ([*BIASES, WEIGHTS[0]], {"weight_decay": 0.1})], live)
@@ -505,7 +505,7 @@ def test_a_group_of_parameters_from_several_keeps_what_these_do_not_agree_about(
     assert difference(*states) is None
 
 
-def test_names_of_a_wrapped_model_are_those_of_the_plain_one(tmp_path: Path):
+def test_names_of_a_wrapped_model_are_those_of_the_plain_one(tmp_path):
     model, live = layers(), nn.DataParallel(layers(1))
     optimizer = named([(NAMES, {})], model)
     other = named([([f"module.{name}" for name in NAMES[::-1]], {})], live)
@@ -524,7 +524,7 @@ LACKING = {
 
 
 @pytest.mark.parametrize("case", LACKING)
-def test_parameters_of_one_side_alone_are_named(tmp_path: Path, case: str):
+def test_parameters_of_one_side_alone_are_named(tmp_path, case):
     model, live = layers(), layers(1)
     whole, part = named([(NAMES, {})], model), named(LACKING[case][0], live)
     go_on(model, whole)
@@ -540,7 +540,7 @@ def test_parameters_of_one_side_alone_are_named(tmp_path: Path, case: str):
 
 @pytest.mark.parametrize("way", ["in place", "by its own load_state_dict"])
 @pytest.mark.parametrize("is_flat", [False, True], ids=["nested", "flat"])
-def test_a_state_by_names_goes_to_them_in_other_groups_too(tmp_path: Path, is_flat: bool, way: str):
+def test_a_state_by_names_goes_to_them_in_other_groups_too(tmp_path, is_flat, way):
     model, live = layers(), layers(1)
     before = named(TWO, model)
     other = named([(NAMES[:3], {"weight_decay": 0.7}), (NAMES[3:], {"weight_decay": 0.2})], live)
@@ -558,7 +558,7 @@ def test_a_state_by_names_goes_to_them_in_other_groups_too(tmp_path: Path, is_fl
     go_on(live, other)
 
 
-def test_a_hook_of_the_user_gets_the_state_as_it_was_saved(tmp_path: Path):
+def test_a_hook_of_the_user_gets_the_state_as_it_was_saved(tmp_path):
     """Also of another kind and order: it makes of it what the optimizer loads."""
     model, live = layers(), layers(1)
     before, other = named([(NAMES, {})], model, torch.optim.RAdam), named([(NAMES[::-1], {})], live)
@@ -578,7 +578,7 @@ def test_a_hook_of_the_user_gets_the_state_as_it_was_saved(tmp_path: Path):
 
 
 @pytest.mark.parametrize("is_flat", [False, True], ids=["nested", "flat"])
-def test_a_state_by_names_of_another_kind_is_refused(tmp_path: Path, is_flat: bool):
+def test_a_state_by_names_of_another_kind_is_refused(tmp_path, is_flat):
     model, live = layers(), layers(1)
     before = torch.optim.RAdam(model.parameters())
     go_on(model, before)
@@ -591,7 +591,7 @@ def test_a_state_by_names_of_another_kind_is_refused(tmp_path: Path, is_flat: bo
         )
 
 
-def test_one_state_for_all_parameters_needs_their_order(tmp_path: Path):
+def test_one_state_for_all_parameters_needs_their_order(tmp_path):
     model, live = layers(), layers(1)
     optimizer, other = (
         named([(names, {})], m, torch.optim.LBFGS) for m, names in ((model, NAMES), (live, NAMES[::-1]))

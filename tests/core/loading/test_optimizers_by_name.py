@@ -66,7 +66,7 @@ def wrapped(live: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_an_optimizer_takes_what_was_saved_by_the_names_of_its_parameters(written: Any, groups: str, is_flat: bool):
+def test_an_optimizer_takes_what_was_saved_by_the_names_of_its_parameters(written, groups, is_flat):
     before, live = training(0, groups=groups), training(1, groups=groups)
 
     written(by_name(before, is_flat=is_flat), wrapped(live))
@@ -85,7 +85,7 @@ def test_an_optimizer_takes_what_was_saved_by_the_names_of_its_parameters(writte
     [(torch.optim.SGD, 2), (torch.optim.AdamW, 0)],
     ids=["SGD", "AdamW before its first step"],
 )
-def test_an_optimizer_without_state_comes_back_as_one(written: Any, kind: Any, steps: int):
+def test_an_optimizer_without_state_comes_back_as_one(written, kind, steps):
     before = training(0, kind=kind, steps=steps)
     live = training(1, kind=kind)
     written({name: one.state_dict() for name, one in before.items()}, live)
@@ -93,7 +93,7 @@ def test_an_optimizer_without_state_comes_back_as_one(written: Any, kind: Any, s
     assert not any(live["optim"].state.values())
 
 
-def test_the_state_of_an_optimizer_that_was_not_selected_is_left_alone(tmp_path: Path):
+def test_the_state_of_an_optimizer_that_was_not_selected_is_left_alone(tmp_path):
     before, live = training(0), training(1)
     with open_run(tmp_path) as ckpt:
         ckpt.save(before, 1).result()
@@ -114,7 +114,7 @@ def training_over(model: Any, groups: Any) -> Any:
 
 
 @pytest.mark.parametrize("how", HARM)
-def test_where_names_are_of_no_help_it_is_told_what_is(how: str, tmp_path: Path):
+def test_where_names_are_of_no_help_it_is_told_what_is(how, tmp_path):
     make, match = HARM[how]
     async_ckpt.save(by_name(training(0), is_flat=False), tmp_path / "x.tar").result()
     with pytest.raises(StateMismatchError, match=match):
@@ -130,7 +130,7 @@ def stage(rank: int) -> dict[str, Any]:
     return {"model": model, "optim": optimizer}
 
 
-def test_a_stage_of_a_pipeline_takes_its_own_of_flat_names(tmp_path: Path):
+def test_a_stage_of_a_pipeline_takes_its_own_of_flat_names(tmp_path):
     torch.manual_seed(0)
     stages = [stage(rank) for rank in range(2)]
     folder = saved(tmp_path, 2, lambda rank: by_name(stages[rank], is_flat=True))
@@ -139,7 +139,7 @@ def test_a_stage_of_a_pipeline_takes_its_own_of_flat_names(tmp_path: Path):
     assert difference(live["optim"].state_dict()["state"], stages[1]["optim"].state_dict()["state"]) is None
 
 
-def test_flat_names_of_parameters_that_are_not_there_are_told(tmp_path: Path):
+def test_flat_names_of_parameters_that_are_not_there_are_told(tmp_path):
     async_ckpt.save(by_name(training(0), is_flat=True), tmp_path / "x.tar").result()
     live = HARM["of fewer"][0](training(1))
     with pytest.raises(StateMismatchError, match=r"lacks here: 1\.bias, 1\.weight"):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from children import Nursery
 from racing import Call, Gate, until
 from scripted_disk import ScriptedStorage, scripted
 from states import assert_is_state, open_run, state_at, weight
@@ -219,7 +218,7 @@ def test_retention_and_what_else_comes_after_a_commit_are_not_waited_for(tmp_pat
         stop.wait_reached()
 
 
-def test_a_forked_child_does_not_wait_for_what_its_parent_saves(nursery: Nursery, tmp_path):
+def test_a_forked_child_does_not_wait_for_what_its_parent_saves(nursery, tmp_path):
     ended = nursery.run(
         """
         import os, sys
@@ -302,7 +301,7 @@ def test_whoever_asks_on_the_thread_that_tells_of_a_failed_copy_gets_an_answer(c
     until(lambda: bool(answers))
 
 
-def test_ctrl_c_ends_the_wait_and_not_the_save(nursery: Nursery, tmp_path):
+def test_ctrl_c_ends_the_wait_and_not_the_save(nursery, tmp_path):
     ended = nursery.run(
         """
         import os, signal, sys, threading

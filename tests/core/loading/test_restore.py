@@ -33,7 +33,7 @@ class Point(NamedTuple):
     y: Any
 
 
-def test_plain_values_are_replaced_in_the_containers_that_are_live(ckpt: AsyncCheckpointer) -> None:
+def test_plain_values_are_replaced_in_the_containers_that_are_live(ckpt):
     saved = {
         "cfg": {"lr": 0.1, "deep": {"n": 3, "name": "a"}, "none": None},
         "list": [1, [2, 3], "x"],
@@ -55,7 +55,7 @@ def test_plain_values_are_replaced_in_the_containers_that_are_live(ckpt: AsyncCh
     assert live["list"][1] is inner
 
 
-def test_tensors_inside_of_lists_and_tuples_are_filled_in_place(ckpt: AsyncCheckpointer) -> None:
+def test_tensors_inside_of_lists_and_tuples_are_filled_in_place(ckpt):
     saved = {
         "l": [torch.ones(2), {"t": torch.ones(3)}],
         "t": (torch.ones(1), 5),
@@ -74,7 +74,7 @@ def test_tensors_inside_of_lists_and_tuples_are_filled_in_place(ckpt: AsyncCheck
     assert live["p"].x is kept[3]
 
 
-def test_an_array_is_filled_in_place(ckpt: AsyncCheckpointer) -> None:
+def test_an_array_is_filled_in_place(ckpt):
     big = np.zeros((4, 6), ">f4")
     live = {"a": np.zeros(3), "b": big[::2, 1:4], "u": np.array(["xx", "yy"])}
     saved = {"a": np.arange(3.0), "b": np.arange(6, dtype=">f4").reshape(2, 3), "u": np.array(["a", "bc"])}
@@ -85,7 +85,7 @@ def test_an_array_is_filled_in_place(ckpt: AsyncCheckpointer) -> None:
     assert big[0, 1:4].tolist() == [0, 1, 2]
 
 
-def test_an_empty_container_takes_all_that_was_saved(ckpt: AsyncCheckpointer) -> None:
+def test_an_empty_container_takes_all_that_was_saved(ckpt):
     saved = {
         "d": {"a": torch.ones(2), "b": {"c": 1}},
         "l": [torch.ones(1), 2],
@@ -98,14 +98,14 @@ def test_an_empty_container_takes_all_that_was_saved(ckpt: AsyncCheckpointer) ->
     assert difference(live, saved) is None
 
 
-def test_tied_tensors_that_are_new_come_back_tied(ckpt: AsyncCheckpointer) -> None:
+def test_tied_tensors_that_are_new_come_back_tied(ckpt):
     weight = torch.randn(3)
     live: dict[str, Any] = {"d": {}}
     restored(ckpt, {"d": {"a": weight, "b": weight}}, live)
     assert live["d"]["a"].data_ptr() == live["d"]["b"].data_ptr()
 
 
-def test_a_bare_tensor_and_a_bare_module_are_filled(tmp_path: Path) -> None:
+def test_a_bare_tensor_and_a_bare_module_are_filled(tmp_path):
     for saved, live in (
         (torch.ones(3), torch.zeros(3)),
         (nn.Linear(2, 2), nn.Linear(2, 2)),
@@ -119,7 +119,7 @@ def test_a_bare_tensor_and_a_bare_module_are_filled(tmp_path: Path) -> None:
             assert difference(live, saved) is None
 
 
-def test_a_parameter_that_needs_a_gradient_is_filled_and_stays_a_leaf(ckpt: AsyncCheckpointer) -> None:
+def test_a_parameter_that_needs_a_gradient_is_filled_and_stays_a_leaf(ckpt):
     live = {"w": nn.Parameter(torch.zeros(3))}
     weight = live["w"]
     restored(ckpt, {"w": torch.ones(3)}, live)
@@ -130,13 +130,13 @@ def test_a_parameter_that_needs_a_gradient_is_filled_and_stays_a_leaf(ckpt: Asyn
 
 
 @pytest.mark.parametrize("live", [(torch.zeros(1),), 5, "x", None], ids=repr)
-def test_what_cannot_be_filled_in_place_is_a_type_error(live: Any, ckpt: AsyncCheckpointer) -> None:
+def test_what_cannot_be_filled_in_place_is_a_type_error(live, ckpt):
     ckpt.save([torch.ones(1)], step=1).result()
     with pytest.raises(TypeError, match="in place"):
         ckpt.restore(live)
 
 
-def test_a_part_of_a_snapshot_cannot_be_filled(ckpt: AsyncCheckpointer) -> None:
+def test_a_part_of_a_snapshot_cannot_be_filled(ckpt):
     state = {"model": {"w": torch.ones(1)}, "parts": [{"w": torch.ones(1)}]}
     ckpt.save(state, step=1).result()
     with async_ckpt.snapshot(state) as snap:
@@ -187,7 +187,7 @@ def flat(value: Any) -> Iterator[Any]:
 
 @settings(max_examples=examples(80), deadline=None)
 @given(saved=trees)
-def test_any_tree_is_restored_into_one_like_it(saved: Any, one_root: Path) -> None:
+def test_any_tree_is_restored_into_one_like_it(saved, one_root):
     kept: list[Any] = []
     live = emptied(saved, kept)
     with AsyncCheckpointer(one_root) as ckpt:
@@ -205,14 +205,14 @@ def one_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- part of it --------------------------------------------------------------------------------------------------
 
 
-def test_top_level_entries_that_are_not_asked_for_are_left_alone(ckpt: AsyncCheckpointer) -> None:
+def test_top_level_entries_that_are_not_asked_for_are_left_alone(ckpt):
     live = {"model": {"w": torch.zeros(2)}}
     restored(ckpt, {"model": {"w": torch.ones(2)}, "optimizer": {"m": torch.ones(5)}, "n": 3}, live)
     assert difference(live, {"model": {"w": torch.ones(2)}}) is None
 
 
 @pytest.mark.parametrize("select", ["model", ["model"], "model.*", "mod*"], ids=repr)
-def test_only_what_is_selected_is_restored(select: Any, ckpt: AsyncCheckpointer) -> None:
+def test_only_what_is_selected_is_restored(select, ckpt):
     saved = {
         "model": {"w": torch.ones(2), "b": torch.ones(1)},
         "optimizer": {"m": torch.ones(2), "state": {}},
@@ -231,7 +231,7 @@ def test_only_what_is_selected_is_restored(select: Any, ckpt: AsyncCheckpointer)
     assert live["n"] == 0
 
 
-def test_a_part_of_a_module_is_restored(ckpt: AsyncCheckpointer) -> None:
+def test_a_part_of_a_module_is_restored(ckpt):
     model, other = network(), network()
     before = other[2].weight.detach().clone()
     restored(ckpt, {"model": model}, {"model": other}, select="model.0")
@@ -239,7 +239,7 @@ def test_a_part_of_a_module_is_restored(ckpt: AsyncCheckpointer) -> None:
     assert torch.equal(other[2].weight, before)
 
 
-def test_a_selection_that_matches_nothing_is_a_key_error(ckpt: AsyncCheckpointer) -> None:
+def test_a_selection_that_matches_nothing_is_a_key_error(ckpt):
     ckpt.save({"model": {"w": torch.ones(1)}}, step=1).result()
     with pytest.raises(KeyError, match="model"):
         ckpt.restore({"model": {"w": torch.zeros(1)}}, select="modle")
@@ -252,9 +252,7 @@ def assert_untouched(live: Any) -> None:
     assert not any(t.any() for t in live.values() if isinstance(t, torch.Tensor))
 
 
-def test_everything_that_does_not_fit_is_listed_together_and_nothing_is_overwritten(
-    ckpt: AsyncCheckpointer,
-) -> None:
+def test_everything_that_does_not_fit_is_listed_together_and_nothing_is_overwritten(ckpt):
     saved = {
         "m": {
             "good": torch.ones(2),
@@ -287,9 +285,7 @@ def test_everything_that_does_not_fit_is_listed_together_and_nothing_is_overwrit
     assert live["n"] == 0
 
 
-def test_a_module_that_does_not_fit_is_not_touched_nor_is_what_stands_beside_it(
-    ckpt: AsyncCheckpointer,
-) -> None:
+def test_a_module_that_does_not_fit_is_not_touched_nor_is_what_stands_beside_it(ckpt):
     ckpt.save({"first": torch.ones(2), "model": nn.Linear(3, 2), "optimizer": {"n": 1}}, step=1).result()
     model = nn.Linear(3, 4)
     model.register_parameter("more", nn.Parameter(torch.zeros(1)))
@@ -304,7 +300,7 @@ def test_a_module_that_does_not_fit_is_not_touched_nor_is_what_stands_beside_it(
     assert difference(dict(model.state_dict()), before) is None
 
 
-def test_the_state_of_another_kind_of_optimizer_does_not_fit(ckpt: AsyncCheckpointer) -> None:
+def test_the_state_of_another_kind_of_optimizer_does_not_fit(ckpt):
     weights = [torch.nn.Parameter(torch.ones(3))]
     ckpt.save({"o": torch.optim.AdamW(weights)}, step=1).result()
     live = torch.optim.SGD(weights, lr=0.5, momentum=0.9)
@@ -316,7 +312,7 @@ def test_the_state_of_another_kind_of_optimizer_does_not_fit(ckpt: AsyncCheckpoi
     assert live.param_groups[0]["lr"] == 0.5
 
 
-def test_an_optimizer_of_an_older_version_under_a_scheduler_fits(ckpt: AsyncCheckpointer) -> None:
+def test_an_optimizer_of_an_older_version_under_a_scheduler_fits(ckpt):
     """Its groups lack what the version after it has, and have what the scheduler of the live one will add."""
     weights = [torch.nn.Parameter(torch.ones(3))]
     state = torch.optim.AdamW(weights, lr=0.5).state_dict()
@@ -329,7 +325,7 @@ def test_an_optimizer_of_an_older_version_under_a_scheduler_fits(ckpt: AsyncChec
     assert (live.param_groups[0]["lr"], live.param_groups[0]["initial_lr"]) == (0.5, 0.25)
 
 
-def test_an_optimizer_with_other_groups_does_not_fit(ckpt: AsyncCheckpointer) -> None:
+def test_an_optimizer_with_other_groups_does_not_fit(ckpt):
     def make(*sizes: int) -> torch.optim.Optimizer:
         return torch.optim.SGD(
             [{"params": [nn.Parameter(torch.ones(1)) for _ in range(n)]} for n in sizes], lr=sum(sizes)
@@ -342,9 +338,7 @@ def test_an_optimizer_with_other_groups_does_not_fit(ckpt: AsyncCheckpointer) ->
         assert other.param_groups[0]["lr"] != 3 or other.param_groups[0]["params"][1:] == []
 
 
-def test_lists_of_tensors_of_other_lengths_and_containers_of_other_kinds_do_not_fit(
-    ckpt: AsyncCheckpointer,
-) -> None:
+def test_lists_of_tensors_of_other_lengths_and_containers_of_other_kinds_do_not_fit(ckpt):
     ckpt.save({"l": [torch.ones(1)], "d": {"a": 1}, "m": [1], "o": 5, "t": torch.ones(1), "u": (1, 2)}, step=1).result()
     live = {
         "l": [torch.zeros(1), torch.zeros(1)], "d": [1], "m": nn.Linear(1, 1), "o": torch.optim.SGD([torch.ones(1)]),
@@ -356,7 +350,7 @@ def test_lists_of_tensors_of_other_lengths_and_containers_of_other_kinds_do_not_
     assert not live["l"][0].any()
 
 
-def test_a_list_of_plain_values_takes_the_length_that_it_was_saved_with(ckpt: AsyncCheckpointer) -> None:
+def test_a_list_of_plain_values_takes_the_length_that_it_was_saved_with(ckpt):
     live = {"longer": [0], "shorter": [0, 0, 0, 0], "none": [0]}
     kept = dict(live)
     restored(ckpt, {"longer": [1, [2], {"t": torch.ones(1)}], "shorter": [1, 2], "none": []}, live)
@@ -379,9 +373,7 @@ UNFILLABLE = {
 
 
 @pytest.mark.parametrize("make", UNFILLABLE.values(), ids=UNFILLABLE.keys())
-def test_a_live_tensor_that_cannot_be_filled_is_named_before_anything_is_overwritten(
-    make: Any, ckpt: AsyncCheckpointer
-) -> None:
+def test_a_live_tensor_that_cannot_be_filled_is_named_before_anything_is_overwritten(make, ckpt):
     ckpt.save({"first": torch.ones(2), "bad": torch.ones(4), "z": {"n": 1}}, step=1).result()
     live = {"first": torch.zeros(2), "bad": make(), "z": {"n": 0}}
     with pytest.raises(StateMismatchError, match="bad"):
@@ -391,13 +383,13 @@ def test_a_live_tensor_that_cannot_be_filled_is_named_before_anything_is_overwri
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_where_no_name_fits_it_is_said_what_there_is(strict: bool, ckpt: AsyncCheckpointer) -> None:
+def test_where_no_name_fits_it_is_said_what_there_is(strict, ckpt):
     ckpt.save({"model": nn.Linear(2, 2), "epoch": 1}, step=1).result()
     with pytest.raises(StateMismatchError, match="the checkpoint holds epoch, model"):
         ckpt.restore(nn.Linear(2, 2), strict=strict)
 
 
-def test_without_strict_names_are_passed_over_and_shapes_are_not(ckpt: AsyncCheckpointer) -> None:
+def test_without_strict_names_are_passed_over_and_shapes_are_not(ckpt):
     saved = {"m": {"good": torch.ones(2), "gone": torch.ones(1)}, "l": nn.Linear(2, 2)}
     live = {
         "m": {"good": torch.zeros(2), "new": torch.zeros(1)},
@@ -417,7 +409,7 @@ def test_without_strict_names_are_passed_over_and_shapes_are_not(ckpt: AsyncChec
     assert_untouched(live["m"])
 
 
-def test_a_missing_top_level_entry_is_missing(ckpt: AsyncCheckpointer) -> None:
+def test_a_missing_top_level_entry_is_missing(ckpt):
     ckpt.save({"a": 1}, step=1).result()
     live = {"a": 0, "b": 0}
     with pytest.raises(StateMismatchError) as caught:
@@ -426,7 +418,7 @@ def test_a_missing_top_level_entry_is_missing(ckpt: AsyncCheckpointer) -> None:
     assert live["a"] == 0
 
 
-def test_a_mismatch_is_not_passed_over_for_an_older_step(ckpt: AsyncCheckpointer) -> None:
+def test_a_mismatch_is_not_passed_over_for_an_older_step(ckpt):
     ckpt.save({"w": torch.ones(2)}, step=1).result()
     ckpt.save({"w": torch.ones(3)}, step=2).result()
     live = {"w": torch.zeros(2)}
@@ -439,14 +431,14 @@ def test_a_mismatch_is_not_passed_over_for_an_older_step(ckpt: AsyncCheckpointer
 # --- steps -------------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_run_restores_nothing_and_says_so(ckpt: AsyncCheckpointer, tmp_path: Path) -> None:
+def test_an_empty_run_restores_nothing_and_says_so(ckpt, tmp_path):
     live = {"w": torch.zeros(2)}
     assert ckpt.restore(live) is None
     assert not live["w"].any()
     assert not (tmp_path / "run").exists()
 
 
-def test_a_step_that_is_not_there_is_not_committed(ckpt: AsyncCheckpointer) -> None:
+def test_a_step_that_is_not_there_is_not_committed(ckpt):
     with pytest.raises(NotCommittedError) as caught:
         ckpt.restore({"w": torch.zeros(1)}, step=3)
     assert caught.value.step == 3
@@ -457,7 +449,7 @@ def test_a_step_that_is_not_there_is_not_committed(ckpt: AsyncCheckpointer) -> N
     assert not live["w"].any()
 
 
-def test_the_newest_step_is_restored_unless_one_is_named(ckpt: AsyncCheckpointer) -> None:
+def test_the_newest_step_is_restored_unless_one_is_named(ckpt):
     for step in (5, 10, 100):
         ckpt.save({"n": step}, step=step).result()
     live = {"n": 0}
@@ -465,7 +457,7 @@ def test_the_newest_step_is_restored_unless_one_is_named(ckpt: AsyncCheckpointer
     assert (ckpt.restore(live, step=10), live["n"]) == (10, 10)
 
 
-def test_restoring_right_after_a_save_began_waits_until_its_copy_is_taken(ckpt: AsyncCheckpointer) -> None:
+def test_restoring_right_after_a_save_began_waits_until_its_copy_is_taken(ckpt):
     """What is being copied must not be overwritten while it is."""
     weight = torch.ones(3_000_000)
     ckpt.save({"w": weight}, step=1).result()

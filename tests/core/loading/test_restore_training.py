@@ -51,7 +51,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "used"])
-def test_a_model_and_its_optimizer_come_back_in_place(make: Any, fresh: bool, ckpt: AsyncCheckpointer) -> None:
+def test_a_model_and_its_optimizer_come_back_in_place(make, fresh, ckpt):
     model = network()
     optimizer = make(model.parameters())
     trained(model, optimizer)
@@ -71,7 +71,7 @@ def test_a_model_and_its_optimizer_come_back_in_place(make: Any, fresh: bool, ck
     assert difference(other.state_dict(), model.state_dict()) is None
 
 
-def test_a_used_optimizer_takes_back_that_it_had_no_state(ckpt: AsyncCheckpointer) -> None:
+def test_a_used_optimizer_takes_back_that_it_had_no_state(ckpt):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     ckpt.save({"optimizer": optimizer}, step=1).result()
@@ -82,7 +82,7 @@ def test_a_used_optimizer_takes_back_that_it_had_no_state(ckpt: AsyncCheckpointe
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "used"])
-def test_moments_keep_the_dtype_that_they_were_saved_in(fresh: bool, ckpt: AsyncCheckpointer) -> None:
+def test_moments_keep_the_dtype_that_they_were_saved_in(fresh, ckpt):
     """torch's own load_state_dict would cast them to the parameter's."""
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -104,7 +104,7 @@ def test_moments_keep_the_dtype_that_they_were_saved_in(fresh: bool, ckpt: Async
     assert {s["exp_avg"].dtype for s in other_optimizer.state.values()} == {torch.float32}
 
 
-def test_hyperparameters_and_groups_come_back(ckpt: AsyncCheckpointer) -> None:
+def test_hyperparameters_and_groups_come_back(ckpt):
     def make(lr: float) -> torch.optim.Optimizer:
         torch.manual_seed(0)
         a, b = nn.Linear(2, 2), nn.Linear(3, 3)
@@ -119,7 +119,7 @@ def test_hyperparameters_and_groups_come_back(ckpt: AsyncCheckpointer) -> None:
     assert other.param_groups[0]["initial_lr"] == 1.0
 
 
-def test_a_learning_rate_that_is_a_tensor_is_filled_in_place(ckpt: AsyncCheckpointer) -> None:
+def test_a_learning_rate_that_is_a_tensor_is_filled_in_place(ckpt):
     weight = nn.Parameter(torch.ones(2))
     optimizer, other = (torch.optim.SGD([weight], lr=torch.tensor(lr)) for lr in (0.5, 0.1))
     rate = other.param_groups[0]["lr"]
@@ -128,7 +128,7 @@ def test_a_learning_rate_that_is_a_tensor_is_filled_in_place(ckpt: AsyncCheckpoi
     assert rate.item() == 0.5
 
 
-def test_tied_weights_stay_tied(ckpt: AsyncCheckpointer) -> None:
+def test_tied_weights_stay_tied(ckpt):
     def make() -> nn.Module:
         model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
         model["head"].weight = model["embed"].weight
@@ -141,7 +141,7 @@ def test_tied_weights_stay_tied(ckpt: AsyncCheckpointer) -> None:
 
 
 @pytest.mark.parametrize("num_items", [4, 5_000_000], ids=["in one read", "in several"])
-def test_weights_tied_when_saved_fill_weights_that_are_not(num_items: int, ckpt: AsyncCheckpointer) -> None:
+def test_weights_tied_when_saved_fill_weights_that_are_not(num_items, ckpt):
     weight = torch.randn(num_items)
     live = {"a": torch.zeros(num_items), "b": torch.zeros(num_items)}
     restored(ckpt, {"a": weight, "b": weight}, live)
@@ -149,7 +149,7 @@ def test_weights_tied_when_saved_fill_weights_that_are_not(num_items: int, ckpt:
     assert live["a"].data_ptr() != live["b"].data_ptr()
 
 
-def test_parameters_that_are_not_contiguous_are_filled_in_place(ckpt: AsyncCheckpointer) -> None:
+def test_parameters_that_are_not_contiguous_are_filled_in_place(ckpt):
     saved = {
         "conv": nn.Conv2d(3, 5, 3),
         "t": torch.randn(4, 6),
@@ -172,7 +172,7 @@ def test_parameters_that_are_not_contiguous_are_filled_in_place(ckpt: AsyncCheck
     assert difference(live["h"], saved["h"]) is None
 
 
-def test_parameters_of_every_common_dtype_are_filled_in_place(ckpt: AsyncCheckpointer) -> None:
+def test_parameters_of_every_common_dtype_are_filled_in_place(ckpt):
     kinds = [
         torch.float64,
         torch.float16,
@@ -211,7 +211,7 @@ class WithExtra(nn.Module):
     [{"scale": 2.0, "amax": [1, 2]}, torch.arange(3.0), "text", {"history": torch.ones(2)}],
     ids=["dict", "tensor", "text", "tensors"],
 )
-def test_extra_state_comes_back(extra: Any, ckpt: AsyncCheckpointer) -> None:
+def test_extra_state_comes_back(extra, ckpt):
     model = nn.Sequential(WithExtra(extra), nn.Linear(2, 2))
     other = nn.Sequential(
         WithExtra(type(extra)() if not isinstance(extra, torch.Tensor) else torch.zeros(3)), nn.Linear(2, 2)
@@ -221,7 +221,7 @@ def test_extra_state_comes_back(extra: Any, ckpt: AsyncCheckpointer) -> None:
     assert difference(other[0].extra, extra) is None
 
 
-def test_hooks_of_a_module_run_when_it_is_restored(ckpt: AsyncCheckpointer) -> None:
+def test_hooks_of_a_module_run_when_it_is_restored(ckpt):
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     seen: list[str] = []
     other.register_load_state_dict_pre_hook(lambda module, state, *_: seen.append(f"pre {sorted(state)}"))
@@ -245,7 +245,7 @@ class Doubling(nn.Linear):
         self.doubled = self.weight.detach() * 2
 
 
-def test_an_inner_module_with_its_own_way_of_loading_is_asked(ckpt: AsyncCheckpointer) -> None:
+def test_an_inner_module_with_its_own_way_of_loading_is_asked(ckpt):
     model, other = nn.Sequential(Doubling()), nn.Sequential(Doubling())
     restored(ckpt, {"model": model}, {"model": other})
     assert difference(other[0].doubled, model[0].doubled) is None
@@ -265,7 +265,7 @@ class Renaming(nn.Module):
         self.w.data.copy_(state_dict["renamed"])
 
 
-def test_a_module_with_its_own_state_dict_is_loaded_by_it(ckpt: AsyncCheckpointer) -> None:
+def test_a_module_with_its_own_state_dict_is_loaded_by_it(ckpt):
     model, other = Renaming(), Renaming()
     restored(ckpt, {"model": model}, {"model": other})
     assert torch.equal(other.w, model.w)
@@ -284,7 +284,7 @@ class Scaler:
         self.state = state_dict
 
 
-def test_an_object_with_load_state_dict_gets_its_state_through_that(ckpt: AsyncCheckpointer) -> None:
+def test_an_object_with_load_state_dict_gets_its_state_through_that(ckpt):
     scaler, live = Scaler(8.0), Scaler(1.0)
     restored(ckpt, {"scaler": scaler, "list": [scaler]}, {"scaler": live, "list": [Scaler(0.0)]})
     assert difference(live.state, scaler.state) is None
@@ -298,7 +298,7 @@ def test_an_object_with_load_state_dict_gets_its_state_through_that(ckpt: AsyncC
         o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [2]
     ),
 ], ids=["cosine", "one cycle", "plateau", "sequential"])  # fmt: skip
-def test_a_scheduler_goes_on_where_it_was(make: Any, ckpt: AsyncCheckpointer) -> None:
+def test_a_scheduler_goes_on_where_it_was(make, ckpt):
     def build() -> tuple[Any, Any]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.5)
         return optimizer, make(optimizer)
@@ -348,7 +348,7 @@ class Training:
         self.progress["losses"].append(loss.item())
 
 
-def test_training_goes_on_bit_for_bit_after_a_restore(tmp_path: Path) -> None:
+def test_training_goes_on_bit_for_bit_after_a_restore(tmp_path):
     first = Training(1)
     with AsyncCheckpointer(tmp_path, guard=first.optimizer) as ckpt:
         for step in range(1, 16):
@@ -368,9 +368,7 @@ def test_training_goes_on_bit_for_bit_after_a_restore(tmp_path: Path) -> None:
     assert second.scheduler.get_last_lr() == first.scheduler.get_last_lr()
 
 
-def test_bytes_are_read_once_for_all_that_lie_together(
-    ckpt: AsyncCheckpointer, tmp_path: Path, num_read: dict[str, int]
-) -> None:
+def test_bytes_are_read_once_for_all_that_lie_together(ckpt, tmp_path, num_read):
     saved = {"w": torch.ones(5), "loader": {str(n): bytes([n % 256]) * 5000 for n in range(200)}}
     ckpt.save(saved, step=1).result()
     live = {"w": torch.zeros(5), "loader": {str(n): b"" for n in range(200)}}
@@ -380,7 +378,7 @@ def test_bytes_are_read_once_for_all_that_lie_together(
     assert 200 * 5000 <= num_read[archive.name] < 10 * os.path.getsize(archive)
 
 
-def test_shapes_that_differ_everywhere_are_told_without_saying_that_names_do(ckpt: AsyncCheckpointer) -> None:
+def test_shapes_that_differ_everywhere_are_told_without_saying_that_names_do(ckpt):
     ckpt.save({"m": nn.Linear(4, 4)}, step=1).result()
     with pytest.raises(StateMismatchError) as caught:
         ckpt.restore({"m": nn.Linear(8, 8)})
@@ -389,9 +387,7 @@ def test_shapes_that_differ_everywhere_are_told_without_saying_that_names_do(ckp
 
 
 @pytest.mark.parametrize(("saved", "live"), [([torch.ones(3)], [torch.zeros(4)]), (torch.ones(3), torch.zeros(4))])
-def test_a_state_without_names_at_its_top_is_not_said_to_lack_them(
-    saved: Any, live: Any, ckpt: AsyncCheckpointer
-) -> None:
+def test_a_state_without_names_at_its_top_is_not_said_to_lack_them(saved, live, ckpt):
     ckpt.save(saved, step=1).result()
     with pytest.raises(StateMismatchError) as caught:
         ckpt.restore(live)
@@ -399,7 +395,7 @@ def test_a_state_without_names_at_its_top_is_not_said_to_lack_them(
     assert len(caught.value.mismatched) == 1
 
 
-def test_what_is_filled_counts_as_written_to(ckpt: AsyncCheckpointer) -> None:
+def test_what_is_filled_counts_as_written_to(ckpt):
     """Autograd and `unchanged=` know by its version that a tensor has other values."""
     ckpt.save({"w": torch.ones(5), "t": torch.ones(4, 6)}, step=1).result()
     live = {"w": torch.zeros(5), "t": torch.zeros(6, 4).t()}
@@ -414,7 +410,7 @@ def test_what_is_filled_counts_as_written_to(ckpt: AsyncCheckpointer) -> None:
 
 
 @pytest.mark.parametrize("verify", ["frist", None, "", 2])
-def test_a_slip_in_verify_is_no_check_and_no_lack_of_one(verify: Any, ckpt: AsyncCheckpointer) -> None:
+def test_a_slip_in_verify_is_no_check_and_no_lack_of_one(verify, ckpt):
     ckpt.save({"w": torch.ones(5)}, step=1).result()
     live = {"w": torch.zeros(5)}
     for read in (lambda: ckpt.restore(live, verify=verify), lambda: ckpt.load(verify=verify)):
@@ -423,7 +419,7 @@ def test_a_slip_in_verify_is_no_check_and_no_lack_of_one(verify: Any, ckpt: Asyn
     assert not live["w"].any()
 
 
-def test_names_that_are_shared_at_the_top_are_not_said_to_be_missing(ckpt: AsyncCheckpointer) -> None:
+def test_names_that_are_shared_at_the_top_are_not_said_to_be_missing(ckpt):
     ckpt.save({"m": nn.Linear(4, 4)}, step=1).result()
     with pytest.raises(StateMismatchError) as caught:
         ckpt.restore({"m": nn.Sequential(nn.Linear(4, 4))})

@@ -46,7 +46,6 @@ from async_ckpt.core.loading.fill import READ_BYTES
 from async_ckpt.core.report import VerifyReport
 from async_ckpt.core.spec import BLOCK_BYTES, MIB
 from async_ckpt.core.storage.local import LocalReader, LocalStorage
-from async_ckpt.testing import FaultyProxy
 
 
 def large_state() -> dict[str, Any]:
@@ -83,7 +82,7 @@ def refused(path: Any, match: str | None = None, **how: Any) -> CorruptCheckpoin
 # --- what is sound -----------------------------------------------------------------------------------------------
 
 
-def test_a_sound_archive_is_reported_with_all_its_bytes(large: Path) -> None:
+def test_a_sound_archive_is_reported_with_all_its_bytes(large):
     report = async_ckpt.verify(large)
 
     assert (report.path, report.num_archives, report.steps, report.notes) == (str(large), 1, (), ())
@@ -92,21 +91,21 @@ def test_a_sound_archive_is_reported_with_all_its_bytes(large: Path) -> None:
     assert report.bandwidth == report.num_bytes / report.seconds
 
 
-def test_a_sound_step_is_reported_with_its_number(run: Path) -> None:
+def test_a_sound_step_is_reported_with_its_number(run):
     report = async_ckpt.verify(run / "step_00000002")
 
     assert (report.num_archives, report.steps) == (1, (2,))
     assert report.num_bytes == archive_in(run, 2).stat().st_size
 
 
-def test_every_step_of_a_sound_run_is_reported(run: Path) -> None:
+def test_every_step_of_a_sound_run_is_reported(run):
     report = async_ckpt.verify(run)
 
     assert (report.num_archives, report.steps, report.notes) == (3, (1, 2, 3), ())
     assert report.num_bytes == sum(archive_in(run, step).stat().st_size for step in (1, 2, 3))
 
 
-def test_a_report_is_one_line_and_its_numbers_go_to_a_logger(run: Path) -> None:
+def test_a_report_is_one_line_and_its_numbers_go_to_a_logger(run):
     report = VerifyReport("runs/a", 3, 4 * 10**9, 2.0, (1, 2, 3), ("the tracker latest names no step: ''",))
 
     assert str(report) == (
@@ -123,7 +122,7 @@ def test_a_report_is_one_line_and_its_numbers_go_to_a_logger(run: Path) -> None:
         report.num_bytes = 0  # type: ignore[misc]
 
 
-def test_a_notebook_shows_the_line() -> None:
+def test_a_notebook_shows_the_line():
     shown: list[str] = []
 
     class Printer:
@@ -134,7 +133,7 @@ def test_a_notebook_shows_the_line() -> None:
     assert shown == [str(report)]
 
 
-def test_no_object_is_unpickled_and_no_tensor_made(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_object_is_unpickled_and_no_tensor_made(archive, monkeypatch):
     async_ckpt.save(STATE, archive).result()
 
     def fail(*_: object, **__: object) -> None:
@@ -149,7 +148,7 @@ def test_no_object_is_unpickled_and_no_tensor_made(archive: Path, monkeypatch: p
 # --- damage ------------------------------------------------------------------------------------------------------
 
 
-def test_damage_in_any_block_is_found_and_its_tensors_are_named(large: Path) -> None:
+def test_damage_in_any_block_is_found_and_its_tensors_are_named(large):
     told = parsed_index(large)
     for number in range(1, told.digests.data.offset // BLOCK_BYTES + 1):
         offset = min(number * BLOCK_BYTES + 1_234_567, told.digests.data.offset - 1)
@@ -168,7 +167,7 @@ def test_damage_in_any_block_is_found_and_its_tensors_are_named(large: Path) -> 
         assert all(name in str(error) for name in inside)
 
 
-def test_every_damaged_block_is_named_by_one_error(large: Path) -> None:
+def test_every_damaged_block_is_named_by_one_error(large):
     for number in (9, 2, 5):
         flip(large, number * BLOCK_BYTES + 2 * MIB)
     error = refused(large, r"3 blocks \(the first from byte 8,388,608\) do not match.*model\.safetensors")
@@ -177,13 +176,13 @@ def test_every_damaged_block_is_named_by_one_error(large: Path) -> None:
     assert "and 1 more" in str(error)
 
 
-def test_damage_where_the_index_lies_names_no_tensors(large: Path) -> None:
+def test_damage_where_the_index_lies_names_no_tensors(large):
     behind_its_text = parsed_index(large).members[0].data.offset - tar.BLOCK - 1
     flip(large, behind_its_text, ord(" ") ^ ord("\n"))
     assert refused(large, "the index is in it").tensors == ()
 
 
-def test_an_archive_that_is_cut_short_while_it_is_read_is_refused(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_that_is_cut_short_while_it_is_read_is_refused(large, monkeypatch):
     class Cut(LocalReader):
         def read_into(self, offset: int, target: memoryview) -> None:
             if len(target) == READ_BYTES:
@@ -194,7 +193,7 @@ def test_an_archive_that_is_cut_short_while_it_is_read_is_refused(large: Path, m
     refused(large, "truncated")
 
 
-def test_a_compressed_archive_is_verified_like_a_plain_one(tmp_path: Path) -> None:
+def test_a_compressed_archive_is_verified_like_a_plain_one(tmp_path):
     path = tmp_path / "x.tar.zst"
     saved = async_ckpt.save(large_state(), path).result()
 
@@ -203,7 +202,7 @@ def test_a_compressed_archive_is_verified_like_a_plain_one(tmp_path: Path) -> No
     refused(path, "damaged|does not match")
 
 
-def test_a_damaged_byte_of_a_small_compressed_archive_is_found_or_changes_nothing(tmp_path: Path) -> None:
+def test_a_damaged_byte_of_a_small_compressed_archive_is_found_or_changes_nothing(tmp_path):
     path = tmp_path / "x.tar.zst"
     async_ckpt.save(STATE, path).result()
     found = 0
@@ -219,7 +218,7 @@ def test_a_damaged_byte_of_a_small_compressed_archive_is_found_or_changes_nothin
     assert found > 0.9 * path.stat().st_size
 
 
-def test_what_is_no_archive_and_no_file_of_a_known_kind_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_archive_and_no_file_of_a_known_kind_is_refused(tmp_path):
     for content in (b"", bytes(5000), noise(5000, 1), b"index.j"):
         (tmp_path / "x").write_bytes(content)
         refused(tmp_path / "x", r"not an async_ckpt archive|is empty")
@@ -271,7 +270,7 @@ CHECKED: dict[str, tuple[Callable[[Path], object], str, bool]] = {
 
 @pytest.mark.parametrize("name", CHECKED)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TorchScript's
-def test_a_sound_file_of_another_program_is_compared_with_its_own_checksums(tmp_path: Path, name: str) -> None:
+def test_a_sound_file_of_another_program_is_compared_with_its_own_checksums(tmp_path, name):
     write, said, has_all = CHECKED[name]
     path = tmp_path / name
     write(path)
@@ -312,7 +311,7 @@ UNCHECKED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", UNCHECKED)
-def test_a_file_of_another_program_without_checksums_is_neither_sound_nor_damaged(tmp_path: Path, name: str) -> None:
+def test_a_file_of_another_program_without_checksums_is_neither_sound_nor_damaged(tmp_path, name):
     path = tmp_path / name
     UNCHECKED[name](path)
     for call, said in (
@@ -324,7 +323,7 @@ def test_a_file_of_another_program_without_checksums_is_neither_sound_nor_damage
         assert not isinstance(caught.value, CorruptCheckpointError)
 
 
-def test_a_file_of_torch_that_was_saved_without_checksums_cannot_be_verified(tmp_path: Path) -> None:
+def test_a_file_of_torch_that_was_saved_without_checksums_cannot_be_verified(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(WEIGHTS, tmp_path / "x.pt")
@@ -334,7 +333,7 @@ def test_a_file_of_torch_that_was_saved_without_checksums_cannot_be_verified(tmp
         async_ckpt.verify(tmp_path / "x.pt")
 
 
-def test_an_archive_of_ours_is_damaged_and_of_no_other_program_however_it_is_cut_or_flipped(tmp_path: Path) -> None:
+def test_an_archive_of_ours_is_damaged_and_of_no_other_program_however_it_is_cut_or_flipped(tmp_path):
     for name, how in (("x.tar", {}), ("x.tar.zst", {"compression": "zstd"})):
         path = tmp_path / name
         async_ckpt.save({"m": WEIGHTS}, path, **how).result()
@@ -352,7 +351,7 @@ def test_an_archive_of_ours_is_damaged_and_of_no_other_program_however_it_is_cut
 
 
 @pytest.mark.parametrize("path", ["missing.tar", "missing/x.tar", ""])
-def test_where_nothing_is_committed_there_is_nothing_to_verify(tmp_path: Path, path: str) -> None:
+def test_where_nothing_is_committed_there_is_nothing_to_verify(tmp_path, path):
     with pytest.raises(NotCommittedError):
         async_ckpt.verify(tmp_path / path)
 
@@ -360,7 +359,7 @@ def test_where_nothing_is_committed_there_is_nothing_to_verify(tmp_path: Path, p
 # --- steps and runs ----------------------------------------------------------------------------------------------
 
 
-def test_no_damaged_byte_of_a_manifest_goes_unnoticed(run: Path) -> None:
+def test_no_damaged_byte_of_a_manifest_goes_unnoticed(run):
     path = run / "step_00000002" / "manifest.json"
     for offset in range(path.stat().st_size):
         flip(path, offset, 1 << offset % 8)
@@ -369,12 +368,12 @@ def test_no_damaged_byte_of_a_manifest_goes_unnoticed(run: Path) -> None:
     async_ckpt.verify(run / "step_00000002")
 
 
-def test_a_good_archive_of_another_attempt_is_not_taken_for_the_one_named(run: Path) -> None:
+def test_a_good_archive_of_another_attempt_is_not_taken_for_the_one_named(run):
     shutil.copy(archive_in(run, 1), archive_in(run, 2))
     refused(run / "step_00000002", "not the archive that its manifest names")
 
 
-def test_a_run_with_one_damaged_step_is_read_to_its_end_and_the_others_are_called_sound(run: Path) -> None:
+def test_a_run_with_one_damaged_step_is_read_to_its_end_and_the_others_are_called_sound(run):
     flip(archive_in(run, 1), 500_000)
     flip(archive_in(run, 2), 500_000)
     error = refused(run, r"damaged: step 1, step 2; sound: step 3\..*rank_00000")
@@ -394,13 +393,13 @@ def test_a_run_with_one_damaged_step_is_read_to_its_end_and_the_others_are_calle
     ],
     ids=["its archive is missing", "its manifest is damaged", "its archive is cut short"],
 )
-def test_a_damaged_step_is_named_whatever_is_wrong_with_it(run: Path, harm: Any) -> None:
+def test_a_damaged_step_is_named_whatever_is_wrong_with_it(run, harm):
     harm(run / "step_00000002")
     error = refused(run)
     assert (error.damaged_steps, error.sound_steps) == ((2,), (1, 3))
 
 
-def test_a_step_of_a_newer_version_is_no_damage_and_not_called_sound(run: Path) -> None:
+def test_a_step_of_a_newer_version_is_no_damage_and_not_called_sound(run):
     forge_manifest(run / "step_00000002" / "manifest.json", version=99)
     with pytest.raises(FormatVersionError):
         async_ckpt.verify(run)
@@ -422,9 +421,7 @@ def borrowing(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_archives_that_steps_share_and_those_of_drivers_are_read_once(
-    borrowing: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_archives_that_steps_share_and_those_of_drivers_are_read_once(borrowing, monkeypatch):
     asked: dict[Path, int] = {}
 
     class Counted(LocalReader):
@@ -443,20 +440,20 @@ def test_archives_that_steps_share_and_those_of_drivers_are_read_once(
     assert asked == {archive_in(borrowing, 1): 2 * ((size - BLOCK_BYTES) // READ_BYTES)}
 
 
-def test_damage_in_a_lender_is_damage_in_all_that_borrow_from_it(borrowing: Path) -> None:
+def test_damage_in_a_lender_is_damage_in_all_that_borrow_from_it(borrowing):
     flip(archive_in(borrowing, 1), 20 * MIB)
     error = refused(borrowing)
     assert (error.damaged_steps, error.sound_steps) == ((1, 2, 3), ())
     assert str(archive_in(borrowing, 1)) in str(refused(borrowing / "step_00000003"))
 
 
-def test_a_missing_lender_is_damage(borrowing: Path) -> None:
+def test_a_missing_lender_is_damage(borrowing):
     shutil.rmtree(borrowing / "step_00000001")
     assert refused(borrowing, "is missing").damaged_steps == (2, 3)
     refused(borrowing / "step_00000003", "step_00000001.*is missing")
 
 
-def test_a_lender_without_the_group_is_damage(borrowing: Path) -> None:
+def test_a_lender_without_the_group_is_damage(borrowing):
     def lie(raw: dict[str, Any]) -> None:
         for row in raw["elsewhere"]:
             row["group"] = row["group"].replace("ref", "reference")
@@ -465,19 +462,19 @@ def test_a_lender_without_the_group_is_damage(borrowing: Path) -> None:
     assert refused(borrowing, "'reference' is in it, but it is not").damaged_steps == (2,)
 
 
-def test_a_damaged_archive_of_a_driver_is_found(borrowing: Path) -> None:
+def test_a_damaged_archive_of_a_driver_is_found(borrowing):
     (driver,) = (borrowing / "step_00000002").glob("driver.*.tar")
     flip(driver, driver.stat().st_size // 3)
     assert refused(borrowing, re.escape(driver.name)).damaged_steps == (2,)
 
 
-def test_a_folder_that_is_not_committed_is_not_looked_at(run: Path) -> None:
+def test_a_folder_that_is_not_committed_is_not_looked_at(run):
     (run / "step_00000004").mkdir()
     (run / "step_00000004" / "rank_00000.01234567.tar").write_bytes(b"x")
     assert async_ckpt.verify(run).steps == (1, 2, 3)
 
 
-def test_a_step_that_a_rollback_has_taken_out_is_not_looked_at(run: Path) -> None:
+def test_a_step_that_a_rollback_has_taken_out_is_not_looked_at(run):
     with open_run(run, keep=None, on_rollback="retire") as ckpt:
         ckpt.save(state_at(2), step=2, overwrite=True).result()
     assert async_ckpt.verify(run).steps == (1, 2)
@@ -491,14 +488,14 @@ def test_a_step_that_a_rollback_has_taken_out_is_not_looked_at(run: Path) -> Non
         ("\x00", r"the tracker latest names no step: '\x00'"),
     ],
 )
-def test_a_tracker_that_does_not_name_the_newest_step_is_noted(run: Path, text: str, note: str) -> None:
+def test_a_tracker_that_does_not_name_the_newest_step_is_noted(run, text, note):
     (run / "latest").write_text(text)
     report = async_ckpt.verify(run)
     assert report.notes == (note,)
     assert str(report).endswith(note)
 
 
-def test_the_trackers_of_trainers_are_known_too(tmp_path: Path) -> None:
+def test_the_trackers_of_trainers_are_known_too(tmp_path):
     with open_run(tmp_path, naming="verl") as ckpt:
         ckpt.save(state_at(5), step=5)
     assert async_ckpt.verify(tmp_path).notes == ()
@@ -506,7 +503,7 @@ def test_the_trackers_of_trainers_are_known_too(tmp_path: Path) -> None:
     assert "names step 4" in async_ckpt.verify(tmp_path).notes[0]
 
 
-def test_steps_that_retention_deletes_meanwhile_are_passed_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_retention_deletes_meanwhile_are_passed_over(run, monkeypatch):
     class Overtaken(LocalStorage):
         def open(self, path: str) -> LocalReader:
             shutil.rmtree(run / "step_00000001", ignore_errors=True)
@@ -516,9 +513,7 @@ def test_steps_that_retention_deletes_meanwhile_are_passed_over(run: Path, monke
     assert async_ckpt.verify(run).steps == (2, 3)
 
 
-def test_a_run_whose_only_step_is_replaced_by_a_newer_one_is_looked_at_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_only_step_is_replaced_by_a_newer_one_is_looked_at_again(tmp_path, monkeypatch):
     def save(step: int) -> None:
         with open_run(tmp_path, keep=Keep(last=1)) as ckpt:
             ckpt.save(state_at(step), step=step).result()
@@ -566,7 +561,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     return told
 
 
-def test_every_byte_is_read_once(large: Path, reads: Reads) -> None:
+def test_every_byte_is_read_once(large, reads):
     async_ckpt.verify(large)
     position = 0
     for offset, length in sorted(asked for asked in reads.asked if asked[1] > 1024):
@@ -575,14 +570,14 @@ def test_every_byte_is_read_once(large: Path, reads: Reads) -> None:
     assert position == large.stat().st_size
 
 
-def test_an_index_of_many_blocks_is_read_once_too(archive: Path, reads: Reads) -> None:
+def test_an_index_of_many_blocks_is_read_once_too(archive, reads):
     async_ckpt.save({"text": ["x" * 1000 for _ in range(9000)], "w": torch.ones(5)}, archive).result()
     reads.asked.clear()
     async_ckpt.verify(archive)
     assert sum(length for _, length in reads.asked if length > 1024) == archive.stat().st_size
 
 
-def test_a_large_archive_takes_no_more_memory_than_a_ring_of_buffers(archive: Path, reads: Reads) -> None:
+def test_a_large_archive_takes_no_more_memory_than_a_ring_of_buffers(archive, reads):
     state = {"w": torch.frombuffer(bytearray(noise(1 * MIB)), dtype=torch.uint8).repeat(200)}
     async_ckpt.save(state, archive).result()
     del state
@@ -598,7 +593,7 @@ def test_a_large_archive_takes_no_more_memory_than_a_ring_of_buffers(archive: Pa
     assert max(length for _, length in reads.asked) == READ_BYTES
 
 
-def test_an_interrupt_ends_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_it(large, monkeypatch):
     main = threading.main_thread()
     assert threading.current_thread() is main
     interrupted = threading.Lock()
@@ -623,7 +618,7 @@ def test_an_interrupt_ends_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> N
 # --- stores ------------------------------------------------------------------------------------------------------
 
 
-def test_an_archive_of_a_store_is_read_once(bucket: Bucket, proxy: FaultyProxy) -> None:  # noqa: F811
+def test_an_archive_of_a_store_is_read_once(bucket, proxy):  # noqa: F811
     given = through(proxy, bucket)
     saved = async_ckpt.save(large_state(), Place(bucket.url("x.tar"), options=given)).result()
     before = len(proxy.requests)
@@ -635,7 +630,7 @@ def test_an_archive_of_a_store_is_read_once(bucket: Bucket, proxy: FaultyProxy) 
     assert sum(end + 1 - begin for begin, end in spans if end - begin >= 1024) == saved.num_bytes
 
 
-def test_a_run_of_a_store_is_verified_and_its_damage_found(bucket: Bucket) -> None:  # noqa: F811
+def test_a_run_of_a_store_is_verified_and_its_damage_found(bucket):  # noqa: F811
     with open_run(bucket.place("run"), keep=None) as ckpt:
         for step in (1, 2):
             ckpt.save(state_at(step), step=step)
@@ -653,10 +648,10 @@ def test_a_run_of_a_store_is_verified_and_its_damage_found(bucket: Bucket) -> No
 
 @pytest.mark.parametrize("engine", ["obstore", "s3fs"])
 def test_an_archive_of_a_store_that_is_replaced_while_it_is_read_is_an_error(
-    bucket: Bucket,  # noqa: F811
-    proxy: FaultyProxy,
-    engine: str,
-) -> None:
+    bucket,  # noqa: F811
+    proxy,
+    engine,
+):
     given = through(proxy, bucket)
     async_ckpt.save(large_state(), Place(bucket.url("x.tar"), options=given)).result()
     third = f"bytes={BLOCK_BYTES + READ_BYTES}-"
@@ -675,12 +670,12 @@ def test_an_archive_of_a_store_that_is_replaced_while_it_is_read_is_an_error(
     assert held.hits == 1
 
 
-def test_an_archive_in_memory_is_verified() -> None:
+def test_an_archive_in_memory_is_verified():
     async_ckpt.save(STATE, "memory://verify/x.tar").result()
     assert async_ckpt.verify("memory://verify/x.tar").num_archives == 1
 
 
-def test_a_copy_counts_the_bytes_of_an_archive_that_an_interrupted_copy_has_left(tmp_path: Path) -> None:
+def test_a_copy_counts_the_bytes_of_an_archive_that_an_interrupted_copy_has_left(tmp_path):
     with open_run(tmp_path / "near") as ckpt:
         ckpt.save(state_at(1), step=1).result()
     source, counted, again = run_of(tmp_path / "near"), [], []
@@ -705,7 +700,7 @@ def dcp(tmp_path: Path) -> Path:
     return tmp_path / "dcp"
 
 
-def test_a_folder_of_dcp_is_compared_with_the_checksums_of_torch(dcp: Path):
+def test_a_folder_of_dcp_is_compared_with_the_checksums_of_torch(dcp):
     report = async_ckpt.verify(dcp)
 
     assert report.steps == ()
@@ -715,7 +710,7 @@ def test_a_folder_of_dcp_is_compared_with_the_checksums_of_torch(dcp: Path):
 
 
 @pytest.mark.parametrize("at", [0.3, 0.6, 0.9])
-def test_a_flipped_bit_in_a_folder_of_dcp_is_named(dcp: Path, at: float):
+def test_a_flipped_bit_in_a_folder_of_dcp_is_named(dcp, at):
     file = dcp / "__0_0.distcp"
     flip(file, int(at * file.stat().st_size))
 
@@ -728,7 +723,7 @@ def test_a_flipped_bit_in_a_folder_of_dcp_is_named(dcp: Path, at: float):
 
 
 @pytest.mark.parametrize("harm", ["truncated", "missing"])
-def test_a_file_of_dcp_that_is_not_whole_is_named(dcp: Path, harm: str):
+def test_a_file_of_dcp_that_is_not_whole_is_named(dcp, harm):
     file = dcp / "__0_0.distcp"
     if harm == "missing":
         file.unlink()
@@ -750,7 +745,7 @@ def without_crc32(state: Any, folder: Path) -> Path:
     return folder
 
 
-def test_a_folder_of_dcp_without_checksums_loads_and_says_that_it_cannot_be_verified(tmp_path: Path):
+def test_a_folder_of_dcp_without_checksums_loads_and_says_that_it_cannot_be_verified(tmp_path):
     folder = without_crc32({"w": torch.ones(3), "n": {"a", 3}}, tmp_path / "x")
 
     assert async_ckpt.load(folder)["n"] == {"a", 3}
@@ -762,7 +757,7 @@ def test_a_folder_of_dcp_without_checksums_loads_and_says_that_it_cannot_be_veri
         async_ckpt.verify(folder)
 
 
-def test_entries_of_dcp_without_checksums_are_noted(dcp: Path, tmp_path: Path):
+def test_entries_of_dcp_without_checksums_are_noted(dcp, tmp_path):
     """One of two items is as torch writes it without checksums."""
     folder = without_crc32({"model": {"w": torch.ones(3)}, "n": 3}, tmp_path / "both")
     other = tmp_path / "other"
@@ -789,7 +784,7 @@ def versions(tmp_path: Path) -> Path:
     return tmp_path / "weights"
 
 
-def test_all_versions_of_a_publication_are_verified(versions: Path):
+def test_all_versions_of_a_publication_are_verified(versions):
     report = async_ckpt.verify(versions)
 
     assert (report.versions, report.steps, report.num_archives) == ((1, 2, 3, 4), (), 4)
@@ -809,7 +804,7 @@ def beside(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_run_with_versions_beside_it_is_verified_with_them(beside: Path):
+def test_a_run_with_versions_beside_it_is_verified_with_them(beside):
     report = async_ckpt.verify(beside)
     assert (report.steps, report.versions, report.num_archives) == ((1, 2), (1,), 3)
     assert "2 steps, 1 to 2, and version 1 are sound" in str(report)
@@ -825,12 +820,12 @@ def test_a_run_with_versions_beside_it_is_verified_with_them(beside: Path):
     assert "damaged: version 1" in raised.value.__notes__[0]
 
 
-def test_a_base_is_refused_where_there_are_no_versions(dcp: Path, tmp_path: Path):
+def test_a_base_is_refused_where_there_are_no_versions(dcp, tmp_path):
     with pytest.raises(ValueError, match="base= is for published versions"):
         async_ckpt.verify(dcp, base=tmp_path)
 
 
-def test_an_empty_folder_of_a_version_hides_nothing(beside: Path):
+def test_an_empty_folder_of_a_version_hides_nothing(beside):
     for path in (beside / "weight_v000001").iterdir():
         path.unlink()
 
@@ -839,7 +834,7 @@ def test_an_empty_folder_of_a_version_hides_nothing(beside: Path):
     assert "no version there is sound" in report.notes
 
 
-def test_a_damaged_version_is_named_with_those_that_are_built_on_it(versions: Path):
+def test_a_damaged_version_is_named_with_those_that_are_built_on_it(versions):
     file = max((versions / "weight_v000002").glob("*.safetensors"))
     flip(file, file.stat().st_size - 1)
 

@@ -56,17 +56,17 @@ ONE = torch.ones(6)
         (Holder(torch.float32), Holder(torch.float32), Holder(torch.float16)),
     ],
 )
-def test_what_is_the_same_has_one_digest_and_what_is_not_another(one: Any, same: Any, other: Any) -> None:
+def test_what_is_the_same_has_one_digest_and_what_is_not_another(one, same, other):
     assert digests(one) == digests(same)
     assert digests(one) != digests(other)
 
 
-def test_an_object_has_its_digest_whatever_is_beside_it() -> None:
+def test_an_object_has_its_digest_whatever_is_beside_it():
     one = Holder([torch.ones(3), "text"])
     assert digests(one)[0] == digests(torch.zeros(5), "text", one)[2]
 
 
-def test_of_large_and_very_deep_pickles_all_bytes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_large_and_very_deep_pickles_all_bytes_are_compared(monkeypatch):
     deep = Holder(1)
     for _ in range(300):
         deep = Holder(deep)
@@ -77,6 +77,6 @@ def test_of_large_and_very_deep_pickles_all_bytes_are_compared(monkeypatch: pyte
     assert digests(large, 1)[0] != digests(large, 2)[0]
 
 
-def test_what_is_no_list_of_objects_is_refused() -> None:
+def test_what_is_no_list_of_objects_is_refused():
     with pytest.raises(ValueError, match="not a list"):
         object_digests(pickled({1: 2}))

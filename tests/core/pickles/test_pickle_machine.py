@@ -53,18 +53,18 @@ values = st.recursive(
 
 
 @given(values, st.integers(2, 5))
-def test_plain_data_of_every_protocol_are_what_python_makes_of_them(value: Any, protocol: int) -> None:
+def test_plain_data_of_every_protocol_are_what_python_makes_of_them(value, protocol):
     assert Plain().follow(pickle.dumps(value, protocol)) == value
 
 
 @pytest.mark.parametrize("text", ["", "aäb", "x" * 255])
-def test_a_text_of_python_2_is_what_python_makes_of_it(text: str) -> None:
+def test_a_text_of_python_2_is_what_python_makes_of_it(text):
     program = b"\x80\x02U" + bytes([len(text)]) + text.encode("latin-1") + b"."
     assert Plain().follow(program) == pickle.loads(program, encoding="latin-1") == text
 
 
 @given(values, st.data())
-def test_a_program_that_is_cut_off_is_refused(value: Any, data: st.DataObject) -> None:
+def test_a_program_that_is_cut_off_is_refused(value, data):
     program = pickle.dumps(value, 2)
     with pytest.raises((ValueError, AssertionError)):
         Plain().follow(program[: data.draw(st.integers(0, len(program) - 1))])
@@ -85,7 +85,7 @@ def programs_of_torch() -> Iterator[bytes]:
         yield next(records.read(name) for name in records.namelist() if name.endswith("data.pkl"))
 
 
-def test_each_instruction_is_read_to_its_end() -> None:
+def test_each_instruction_is_read_to_its_end():
     """By a machine that tells where it is, beside `pickletools`."""
     for program in programs_of_torch():
         places: list[int] = []
@@ -116,6 +116,6 @@ def test_each_instruction_is_read_to_its_end() -> None:
     [opcode for opcode in pickletools.opcodes if opcode.name not in ALL],
     ids=lambda opcode: opcode.name,
 )
-def test_an_instruction_that_is_not_among_those_of_torch_is_refused_by_its_name(opcode: Any) -> None:
+def test_an_instruction_that_is_not_among_those_of_torch_is_refused_by_its_name(opcode):
     with pytest.raises(ValueError, match=f"instruction {opcode.name}$"):
         Plain().follow(b"\x80\x02" + opcode.code.encode("latin-1") + bytes(20) + b".")

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from rank_worlds import Worlds
 from states import difference
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
@@ -44,7 +43,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
-def test_a_container_goes_on_in_another_layout(worlds: Worlds, layouts: str):
+def test_a_container_goes_on_in_another_layout(worlds, layouts):
     size, make, new_size, new_make = LAYOUTS[layouts]
     worlds.run(size, SAVE.format(make=make))
 
@@ -82,9 +81,7 @@ here.tell([name for name in want if found[name] != want[name]])
         (4, "(here.rank,)", None),
     ],
 )
-def test_stages_of_a_pipeline_take_their_own_of_what_others_have_saved(
-    worlds: Worlds, size: int, own: str, kind: str | None
-):
+def test_stages_of_a_pipeline_take_their_own_of_what_others_have_saved(worlds, size, own, kind):
     worlds.run(2, SAVE_STAGES.format(kind=kind))
     ended = worlds.run(size, RESTORE_STAGES.format(own=own, kind=kind))
     assert [one.told for one in ended] == [[[]]] * size

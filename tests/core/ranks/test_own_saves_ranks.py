@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import pytest
-from rank_worlds import Worlds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -45,7 +44,7 @@ except Exception as error:
 
 
 @pytest.mark.parametrize("how", ["", "fallback=True", "step=2"])
-def test_all_ranks_restore_the_step_that_they_are_just_saving(worlds: Worlds, how: str):
+def test_all_ranks_restore_the_step_that_they_are_just_saving(worlds, how):
     script = f"""{BEGUN}
 if here.rank == 1:
     here.at("receipt", lambda: here.hear("waits-0", "waits-1"), step=2)
@@ -55,7 +54,7 @@ restored({how})
     assert [one.told for one in worlds.run(2, script)] == [[[2, 2, True, 0], 2]] * 2
 
 
-def test_all_ranks_restore_the_step_before_one_that_fails_on_one_of_them(worlds: Worlds):
+def test_all_ranks_restore_the_step_before_one_that_fails_on_one_of_them(worlds):
     script = f"""{BEGUN}
 if here.rank == 1:
     here.at("write", lambda: (here.hear("waits-0"), here.fail(OSError("gone"))), step=2)
@@ -68,9 +67,7 @@ restored()
     assert len(ends[1]) == 3
 
 
-def test_where_the_save_of_rank_0_takes_long_a_rank_whose_own_has_failed_waits_on_for_its_word(
-    worlds: Worlds,
-):
+def test_where_the_save_of_rank_0_takes_long_a_rank_whose_own_has_failed_waits_on_for_its_word(worlds):
     """A clock on which more time goes by at each sign of rank 0's than a rank waits for two."""
     script = f"""{BEGUN}
 if here.rank == 0:
@@ -96,7 +93,7 @@ here.tell(here.is_said("has waited"))
     assert [told[:3] for told in ends] == [[[1, 1, True, 1], True, 1]] * 2
 
 
-def test_where_rank_0_is_interrupted_while_it_waits_the_others_are_told(worlds: Worlds):
+def test_where_rank_0_is_interrupted_while_it_waits_the_others_are_told(worlds):
     script = f"""{BEGUN}
 if here.rank == 0:
     here.at("write", lambda: here.hear("told"), step=2)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from fake_ranks import standing_at
 from rank_oracle import run_of
 from rank_states import numbered
-from rank_worlds import Worlds
 from states import open_run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -44,7 +43,7 @@ with open_run(here.root) as ckpt:
 """
 
 
-def test_what_is_wrong_on_one_rank_alone_fails_on_all_and_all_go_on(worlds: Worlds) -> None:
+def test_what_is_wrong_on_one_rank_alone_fails_on_all_and_all_go_on(worlds):
     """Even in the first call of all, and in the arguments that rank 0 alone uses."""
     first, second = worlds.run(2, MISTAKEN)
 
@@ -75,7 +74,7 @@ with open_run(here.root, on_overlap="skip") as ckpt:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_skip_alike_after_one_of_them_has_failed_to_ask(worlds: Worlds, rank: int) -> None:
+def test_ranks_skip_alike_after_one_of_them_has_failed_to_ask(worlds, rank):
     ended = worlds.run(2, SKIPPING.format(rank=rank))
 
     assert [one.told[-1] for one in ended] == [["committed", "skipped"]] * 2
@@ -83,9 +82,7 @@ def test_ranks_skip_alike_after_one_of_them_has_failed_to_ask(worlds: Worlds, ra
     assert open_run(worlds.root).steps() == [2]
 
 
-def test_a_process_group_of_other_ranks_is_refused_by_a_checkpointer_that_knows_another(
-    worlds: Worlds,
-) -> None:
+def test_a_process_group_of_other_ranks_is_refused_by_a_checkpointer_that_knows_another(worlds):
     script = """
     with open_run(here.root) as ckpt:
         here.save(ckpt, small(1), 1)
@@ -108,13 +105,13 @@ def test_a_process_group_of_other_ranks_is_refused_by_a_checkpointer_that_knows_
 
 
 @pytest.mark.parametrize("option", ["on_overlap", "due"])
-def test_what_needs_agreement_is_taken_with_ranks_and_a_store_as_with_one_rank(tmp_path, option: str) -> None:
+def test_what_needs_agreement_is_taken_with_ranks_and_a_store_as_with_one_rank(tmp_path, option):
     given = {"on_overlap": "skip", "due": Due(seconds=3)}[option]
     open_run(tmp_path, **{option: given}, ranks=(1, 2), store=dist.HashStore()).close()
     open_run(tmp_path, **{option: given}, ranks=(0, 1)).close()
 
 
-def test_what_is_unchanged_may_be_tied_or_without_elements_on_a_rank(worlds: Worlds) -> None:
+def test_what_is_unchanged_may_be_tied_or_without_elements_on_a_rank(worlds):
     """And borrowed after a restore, when each rank writes a share of what all have."""
     script = """
     whole = numbered(300, 100)
@@ -135,7 +132,7 @@ def test_what_is_unchanged_may_be_tied_or_without_elements_on_a_rank(worlds: Wor
     assert torch.equal(load(worlds.root)["ref"]["tied"], numbered(300, 100))
 
 
-def test_objects_are_compared_one_by_one_and_not_by_their_pickles(worlds: Worlds) -> None:
+def test_objects_are_compared_one_by_one_and_not_by_their_pickles(worlds):
     script = """
     from fractions import Fraction
     state = {"order": {0, 8} if here.rank else {8, 0}, "loader": Fraction(here.rank, 7), "same": Fraction(1, 7)}
@@ -150,7 +147,7 @@ def test_objects_are_compared_one_by_one_and_not_by_their_pickles(worlds: Worlds
     assert run_of(worlds.root).manifest(1).ranks.per_rank == ("loader",)
 
 
-def test_a_small_tensor_that_differs_is_named_wherever_it_lies(worlds: Worlds) -> None:
+def test_a_small_tensor_that_differs_is_named_wherever_it_lies(worlds):
     script = """
     state = {"first": numbered(3), "large": numbered(300, 1000), "then": numbered(5), "own": torch.tensor([here.rank]), "last": numbered(7)}
     with open_run(here.root) as ckpt:
@@ -164,7 +161,7 @@ def test_a_small_tensor_that_differs_is_named_wherever_it_lies(worlds: Worlds) -
     assert torch.equal(loaded["last"], numbered(7))
 
 
-def test_ranks_that_the_process_group_calls_otherwise_write_all_that_they_hold() -> None:
+def test_ranks_that_the_process_group_calls_otherwise_write_all_that_they_hold():
     """What a mesh says of other ranks is about those of the process group."""
     told = {}
     for group_rank in range(4):
@@ -184,13 +181,13 @@ def test_ranks_that_the_process_group_calls_otherwise_write_all_that_they_hold()
     check_coverage(classes, {structure.digest: structure.text for structure in told.values()})
 
 
-def test_keys_that_read_alike_are_refused_by_name() -> None:
+def test_keys_that_read_alike_are_refused_by_name():
     states = StateDivider(0, 2)
     with pytest.raises(UnsupportedStateError, match=r"^m\.1: two tensors have this name"):
         states.structure(capture({"m": {1: numbered(3), "1": numbered(4)}}, slicer=states.slicer))
 
 
-def test_ranks_that_cut_a_tensor_in_different_ways_are_told_how() -> None:
+def test_ranks_that_cut_a_tensor_in_different_ways_are_told_how():
     texts = {
         "a": json.dumps(["w", "float32", [4, 4], [[[0, 0, 1]], [2], [1], False, True]]),
         "b": json.dumps(["w", "float32", [4, 4], [[[1, 1, 1]], [1, 2], [0, 1], False, True]]),
@@ -203,7 +200,7 @@ def test_ranks_that_cut_a_tensor_in_different_ways_are_told_how() -> None:
         check_coverage({"a": [0], "b": [1]}, texts)
 
 
-def test_a_driver_that_only_another_rank_than_0_has_is_told_of(worlds: Worlds) -> None:
+def test_a_driver_that_only_another_rank_than_0_has_is_told_of(worlds):
     script = """
     import logging.handlers
     logging.getLogger("async_ckpt").addHandler(told := logging.handlers.BufferingHandler(100))
@@ -221,7 +218,7 @@ def test_a_driver_that_only_another_rank_than_0_has_is_told_of(worlds: Worlds) -
     assert load(worlds.root)["loader"] == 0
 
 
-def test_stages_of_a_pipeline_are_compared_once_and_then_only_what_has_changed(worlds: Worlds) -> None:
+def test_stages_of_a_pipeline_are_compared_once_and_then_only_what_has_changed(worlds):
     script = """
     from async_ckpt.core.ranks import comparison
     real, looked = comparison.values_of, []
@@ -246,7 +243,7 @@ def test_stages_of_a_pipeline_are_compared_once_and_then_only_what_has_changed(w
     assert load(worlds.root)["stage1"]["n"] == 6
 
 
-def test_replicas_are_read_for_their_comparison_at_the_first_save_alone_on_every_rank(worlds: Worlds) -> None:
+def test_replicas_are_read_for_their_comparison_at_the_first_save_alone_on_every_rank(worlds):
     script = """
     from async_ckpt.core.ranks import divide
     real, read = divide._digests, []
@@ -265,7 +262,7 @@ def test_replicas_are_read_for_their_comparison_at_the_first_save_alone_on_every
     assert [one.told[-1] for one in worlds.run(2, script)] == [[0], [1]]
 
 
-def test_what_only_some_ranks_have_is_compared_among_these() -> None:
+def test_what_only_some_ranks_have_is_compared_among_these():
     def halves(state: dict[str, object], of_some: list[str]) -> tuple[str, str]:
         told = SharedValues(capture(state).skeleton, None, {}, [], (), of_some).digest()
         return told[:16], told[16:]

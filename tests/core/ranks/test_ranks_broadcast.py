@@ -84,7 +84,7 @@ WIDTH = 60_000  # 3.1 MB of weights, with their moments 9.4
 
 
 @pytest.mark.parametrize("verify", [False, "first"])
-def test_under_ddp_all_ranks_together_read_the_state_about_once(worlds: Worlds, verify: object):
+def test_under_ddp_all_ranks_together_read_the_state_about_once(worlds, verify):
     ends = told(worlds, 3, f"ddp({WIDTH})", "dist.group.WORLD", verify=verify)
 
     assert [one[:3] for one in ends] == [[1, [], True]] * 3
@@ -93,7 +93,7 @@ def test_under_ddp_all_ranks_together_read_the_state_about_once(worlds: Worlds, 
         assert sum(one[3] for one in ends) < 1.6 * state_bytes  # with what is small and of each, and three indices each
 
 
-def test_replicas_of_hsdp_read_what_they_hold_once(worlds: Worlds):
+def test_replicas_of_hsdp_read_what_they_hold_once(worlds):
     make = f"hsdp(2, {WIDTH})"
     mesh = "mesh_of(2, 2, names=('replicate', 'shard'))['replicate'].get_group()"
     shared = told(worlds, 4, make, mesh, step=1)
@@ -102,20 +102,20 @@ def test_replicas_of_hsdp_read_what_they_hold_once(worlds: Worlds):
     assert sum(one[3] for one in shared) < 1.6 * 3 * 4 * 19 * WIDTH
 
 
-def test_ranks_that_hold_different_slices_read_all_of_their_own_and_are_warned(worlds: Worlds):
+def test_ranks_that_hold_different_slices_read_all_of_their_own_and_are_warned(worlds):
     before = "import warnings; warnings.simplefilter('error')"
     ends = told(worlds, 2, "fsdp()", "dist.group.WORLD", before=before)
     assert [one[0] for one in ends] == ["RuntimeWarning"] * 2
     assert "hold different slices" in ends[0][1]
 
 
-def test_ranks_that_hold_different_slices_get_the_right_ones_all_the_same(worlds: Worlds):
+def test_ranks_that_hold_different_slices_get_the_right_ones_all_the_same(worlds):
     ends = told(worlds, 2, "fsdp()", "dist.group.WORLD", before="import warnings; warnings.simplefilter('ignore')")
 
     assert [one[:3] for one in ends] == [[1, [], True]] * 2
 
 
-def test_a_rank_that_fails_fails_the_restore_on_all_and_nobody_waits(worlds: Worlds):
+def test_a_rank_that_fails_fails_the_restore_on_all_and_nobody_waits(worlds):
     before = """
     real = LocalReader.read_into
     def failing(self, offset, target):
@@ -131,7 +131,7 @@ def test_a_rank_that_fails_fails_the_restore_on_all_and_nobody_waits(worlds: Wor
     assert ends[1][0] == "OSError"
 
 
-def test_ranks_that_restore_different_steps_are_all_told_so(worlds: Worlds):
+def test_ranks_that_restore_different_steps_are_all_told_so(worlds):
     before = "here.save(ckpt, state, 2, per_rank=['own'])"
     ends = told(worlds, 2, "ddp(1)", "dist.group.WORLD", before=before, step="1 + here.rank")
 
@@ -139,7 +139,7 @@ def test_ranks_that_restore_different_steps_are_all_told_so(worlds: Worlds):
     assert "restore different steps: [1, 2]" in ends[0][1]
 
 
-def test_what_is_no_group_is_refused(worlds: Worlds):
+def test_what_is_no_group_is_refused(worlds):
     (end,) = told(worlds, 1, "fsdp()", "'replicate'")
 
     assert end[0] == "TypeError"

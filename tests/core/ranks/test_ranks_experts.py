@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from rank_worlds import Worlds
 
 import async_ckpt
 
@@ -95,7 +94,7 @@ here.tell([step(state["model"], state["optimizer"], number, ep) for number in (3
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("steps", [0, 1], ids=["a fresh one", "one that has stepped"])
-def test_a_mixture_of_experts_goes_on_with_another_number_of_ranks(worlds: Worlds, size: int, steps: int):
+def test_a_mixture_of_experts_goes_on_with_another_number_of_ranks(worlds, size, steps):
     saved = worlds.run(4, SAVE)
     losses = saved[0].told[-1][3:]
     ended = worlds.run(size, RESTORE.replace("STEPS", str(steps)))
@@ -105,7 +104,7 @@ def test_a_mixture_of_experts_goes_on_with_another_number_of_ranks(worlds: World
         assert gone_on == pytest.approx(losses, rel=1e-12)
 
 
-def test_the_whole_is_loaded_from_all_ranks_and_restored_without_ranks(worlds: Worlds):
+def test_the_whole_is_loaded_from_all_ranks_and_restored_without_ranks(worlds):
     worlds.run(4, SAVE)
     loaded = async_ckpt.load(worlds.root)
     assert loaded["model"]["experts.w1"].shape == (8, 16, 6)
@@ -161,7 +160,7 @@ def state_of(model, optimizer, first):
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
-def test_experts_that_ranks_number_from_0_go_on_by_their_global_numbers(worlds: Worlds, size: int):
+def test_experts_that_ranks_number_from_0_go_on_by_their_global_numbers(worlds, size):
     worlds.run(
         4,
         NUMBERED
@@ -191,7 +190,7 @@ here.tell(all(torch.equal(a, b) for a, b in zip(model.parameters(), want.paramet
     assert [one.told for one in ended] == [[True, True]] * size
 
 
-def test_replicas_of_experts_are_written_once(worlds: Worlds):
+def test_replicas_of_experts_are_written_once(worlds):
     ended = worlds.run(
         4,
         REPLICAS
@@ -209,7 +208,7 @@ here.tell(all(torch.equal(a, b) for a, b in zip(live["model"].parameters(), stat
     assert async_ckpt.load(worlds.root)["model"]["experts.w2"].shape == (8, 6, 16)
 
 
-def test_experts_that_are_not_declared_are_refused_with_a_hint(worlds: Worlds):
+def test_experts_that_are_not_declared_are_refused_with_a_hint(worlds):
     ended = worlds.run(
         2,
         """
@@ -229,7 +228,7 @@ with open_run(here.root) as ckpt:
         assert "such as its experts, declare that with async_ckpt.sharded" in one.told[0]
 
 
-def test_a_snapshot_holds_declared_tensors_as_shards(worlds: Worlds):
+def test_a_snapshot_holds_declared_tensors_as_shards(worlds):
     worlds.run(
         2,
         TRAINING
@@ -243,7 +242,7 @@ with open_run(here.root) as ckpt, async_ckpt.snapshot(state) as snap:
     assert async_ckpt.load(worlds.root)["model"]["experts.w1"].shape == (8, 16, 6)
 
 
-def test_an_export_has_all_experts(worlds: Worlds):
+def test_an_export_has_all_experts(worlds):
     worlds.run(
         2,
         TRAINING
@@ -258,7 +257,7 @@ async_ckpt.export_hf(state["model"], here.root + ".hf").result()
     assert len({expert.sum().item() for expert in weights["experts.w1"]}) == 8
 
 
-def test_what_cannot_be_declared_is_refused(worlds: Worlds):
+def test_what_cannot_be_declared_is_refused(worlds):
     ended = worlds.run(
         1,
         """
@@ -292,7 +291,7 @@ except async_ckpt.UnsupportedStateError as error:
     assert "mesh must be the DeviceMesh" in ended[0].told[8][1]
 
 
-def test_a_rank_that_the_mesh_lacks_cannot_declare_a_part(worlds: Worlds):
+def test_a_rank_that_the_mesh_lacks_cannot_declare_a_part(worlds):
     """Nothing of it would be saved."""
     ended = worlds.run(
         3,
@@ -321,7 +320,7 @@ except ValueError as error:
         ),
     ],
 )
-def test_parts_that_are_not_alike_are_refused_by_name(worlds: Worlds, part: str, why: str):
+def test_parts_that_are_not_alike_are_refused_by_name(worlds, part, why):
     ended = worlds.run(
         2,
         f"""
@@ -334,7 +333,7 @@ with open_run(here.root) as ckpt:
     assert all(why in one.saves[0]["text"] and advice in one.saves[0]["text"] for one in ended)
 
 
-def test_parts_of_another_whole_are_refused_in_a_restore(worlds: Worlds):
+def test_parts_of_another_whole_are_refused_in_a_restore(worlds):
     """Eight experts of four ranks cannot be shared among three alike; and a tensor that is not declared is no part."""
     part = "async_ckpt.sharded(torch.full(({}, 2), float(here.rank)){}, mesh_of(), [Shard(0)])"
     saving = (

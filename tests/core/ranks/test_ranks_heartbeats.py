@@ -7,12 +7,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from racing import until
-from rank_worlds import AGENT_STORE, Worlds
+from rank_worlds import AGENT_STORE
 from states import open_run
 
 from async_ckpt.core.host import process as processes
@@ -38,7 +37,7 @@ with open_run(here.root) as ckpt:
 
 
 @pytest.mark.parametrize("point", ["write", "receipt"])
-def test_a_rank_that_has_ended_fails_the_save_on_all_others_by_name(worlds: Worlds, point: str) -> None:
+def test_a_rank_that_has_ended_fails_the_save_on_all_others_by_name(worlds, point):
     first, _, third = worlds.run(3, _OFTEN + _DYING.format(who=1, point=point), killed={1})
 
     for one in (first, third):
@@ -49,7 +48,7 @@ def test_a_rank_that_has_ended_fails_the_save_on_all_others_by_name(worlds: Worl
 
 
 @pytest.mark.parametrize("point", ["write", "manifest"])
-def test_the_others_do_not_wait_for_the_decision_of_a_rank_0_that_has_ended(worlds: Worlds, point: str) -> None:
+def test_the_others_do_not_wait_for_the_decision_of_a_rank_0_that_has_ended(worlds, point):
     dying = _DYING.replace("here.die,", "here.die_last,")  # a rank that has said nothing yet knows that it failed
     _, *others = worlds.run(3, _OFTEN + dying.format(who=0, point=point), killed={0})
 
@@ -60,7 +59,7 @@ def test_the_others_do_not_wait_for_the_decision_of_a_rank_0_that_has_ended(worl
         assert "has ended, and has not said whether it is committed" in told["text"]
 
 
-def test_a_rank_that_ends_before_its_first_save_is_named(worlds: Worlds) -> None:
+def test_a_rank_that_ends_before_its_first_save_is_named(worlds):
     """All have met at the restore; at the first save, rank 0 waits for what each of them says of its state."""
     script = """
 state = small(1)  # by collectives
@@ -81,9 +80,7 @@ with open_run(here.root) as ckpt:
 
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("kind", ["TCPStore", "FileStore"])
-def test_a_process_that_ends_before_its_first_heartbeat_is_named(
-    worlds: Worlds, tmp_path: Path, kind: str, who: int
-) -> None:
+def test_a_process_that_ends_before_its_first_heartbeat_is_named(worlds, tmp_path, kind, who):
     """Ranks of one machine know its processes since they met, by a store of any kind."""
     made = {
         "TCPStore": AGENT_STORE,
@@ -114,7 +111,7 @@ def test_a_process_that_ends_before_its_first_heartbeat_is_named(
     assert open_run(worlds.root).steps() == []
 
 
-def test_a_rank_that_is_silent_for_too_long_fails_that_save_and_is_a_rank_again(worlds: Worlds) -> None:
+def test_a_rank_that_is_silent_for_too_long_fails_that_save_and_is_a_rank_again(worlds):
     """It is stopped, as by a debugger; on the same machine its process is seen to live."""
     script = """
 import os, signal
@@ -144,7 +141,7 @@ with open_run(here.root) as ckpt:
     assert [one.saves[2].get("status") for one in ended] == ["committed"] * 3
 
 
-def test_rank_0_logs_which_rank_has_made_no_call_and_not_which_one_still_writes(worlds: Worlds) -> None:
+def test_rank_0_logs_which_rank_has_made_no_call_and_not_which_one_still_writes(worlds):
     script = """
     import logging
     from racing import until
@@ -214,9 +211,7 @@ def heard(clock: Clock, rank: int, seconds: float, *, every: float = 5.0, answer
     return one
 
 
-def test_silence_is_told_after_half_a_minute_and_counts_after_two(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_silence_is_told_after_half_a_minute_and_counts_after_two(clock, caplog):
     assert heard(clock, 3, 25).lost([3]) == {}
     assert not caplog.records
     one = heard(clock, 3, 100)
@@ -227,11 +222,11 @@ def test_silence_is_told_after_half_a_minute_and_counts_after_two(
     assert heard(clock, 3, 125).lost([3, 4]) == {3: "nothing was heard of it for 125 s"}
 
 
-def test_a_store_that_is_silent_blames_nobody(clock: Clock) -> None:
+def test_a_store_that_is_silent_blames_nobody(clock):
     assert heard(clock, 3, 500, answers=False).lost([3]) == {}
 
 
-def test_a_process_that_was_stopped_itself_hears_anew_before_it_blames_anybody(clock: Clock) -> None:
+def test_a_process_that_was_stopped_itself_hears_anew_before_it_blames_anybody(clock):
     one = heard(clock, 3, 100)
     clock.now += 500  # it was stopped, or its machine was
     assert one.lost([3]) == {}
@@ -243,7 +238,7 @@ def test_a_process_that_was_stopped_itself_hears_anew_before_it_blames_anybody(c
     assert one.lost([3]) == {}
 
 
-def test_the_next_heartbeat_makes_it_a_rank_again(clock: Clock) -> None:
+def test_the_next_heartbeat_makes_it_a_rank_again(clock):
     one = heard(clock, 3, 200)
     assert one.lost([3])
     hears(clock, one, {3: "1 "})
@@ -257,7 +252,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         child.kill()
 
 
-def test_a_process_of_this_machine_is_known_by_when_it_began(clock: Clock) -> None:
+def test_a_process_of_this_machine_is_known_by_when_it_began(clock):
     with process() as child:
         one = Heartbeats(Answering(), 0, 4, list)
         one.note(1, f"{processes.machine()} {child.pid} {processes.began(child.pid)}")
@@ -287,7 +282,7 @@ def beating(store: dist.Store, rank: int, size: int = 2) -> Heartbeats:
 
 
 @pytest.mark.usefixtures("often")
-def test_heartbeats_are_given_by_a_connection_of_their_own_also_below_prefixes() -> None:
+def test_heartbeats_are_given_by_a_connection_of_their_own_also_below_prefixes():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = [dist.PrefixStore("a", dist.PrefixStore("b", server)) for _ in range(2)]
     ranks = [beating(store, rank) for rank, store in enumerate(given)]
@@ -301,9 +296,7 @@ def test_heartbeats_are_given_by_a_connection_of_their_own_also_below_prefixes()
 
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("kind", ["HashStore", "FileStore"])
-def test_without_a_server_there_are_no_heartbeats_and_a_rank_is_lost_with_its_process_alone(
-    tmp_path: Path, clock: Clock, kind: str
-) -> None:
+def test_without_a_server_there_are_no_heartbeats_and_a_rank_is_lost_with_its_process_alone(tmp_path, clock, kind):
     file = tmp_path / "store"
     store = dist.HashStore() if kind == "HashStore" else dist.FileStore(str(file), 2)
     with process() as child:
@@ -320,7 +313,7 @@ def test_without_a_server_there_are_no_heartbeats_and_a_rank_is_lost_with_its_pr
 
 
 @pytest.mark.usefixtures("often")
-def test_a_rank_whose_store_nobody_has_any_more_gives_no_more_heartbeats() -> None:
+def test_a_rank_whose_store_nobody_has_any_more_gives_no_more_heartbeats():
     """As when its process group was destroyed."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = [dist.PrefixStore("", server) for _ in range(2)]
@@ -332,9 +325,7 @@ def test_a_rank_whose_store_nobody_has_any_more_gives_no_more_heartbeats() -> No
 
 
 @pytest.mark.usefixtures("often")
-def test_a_server_that_is_gone_is_tried_again_without_a_word(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_is_gone_is_tried_again_without_a_word(monkeypatch, capfd):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     tried: list[object] = []

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from rank_worlds import Worlds
 from states import open_run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
@@ -37,7 +36,7 @@ def marks_of(root: Path) -> dict[int, tuple[str, str]]:
         return ckpt.marks()
 
 
-def test_all_ranks_pass_over_the_step_that_rank_0_finds_to_be_bad_and_go_on_below_it(worlds: Worlds):
+def test_all_ranks_pass_over_the_step_that_rank_0_finds_to_be_bad_and_go_on_below_it(worlds):
     worlds.run(2, MARKS)
     assert marks_of(worlds.root) == {1: ("good", ""), 3: ("bad", "spike")}
     assert len([*worlds.root.glob("mark-3.*")]) == 1
@@ -51,7 +50,7 @@ def test_all_ranks_pass_over_the_step_that_rank_0_finds_to_be_bad_and_go_on_belo
     assert marks_of(worlds.root) == {1: ("good", "")}
 
 
-def test_a_world_does_not_begin_anew_where_all_steps_are_bad(worlds: Worlds):
+def test_a_world_does_not_begin_anew_where_all_steps_are_bad(worlds):
     worlds.run(2, MARKS)
     with open_run(worlds.root) as ckpt:
         for step in (1, 2):
@@ -78,7 +77,7 @@ with open_run(here.root, check=NonFinite()) as ckpt:
 """
 
 
-def test_the_values_of_each_rank_are_checked_and_the_note_says_on_which_ranks_they_are_bad(worlds: Worlds):
+def test_the_values_of_each_rank_are_checked_and_the_note_says_on_which_ranks_they_are_bad(worlds):
     worlds.run(3, CHECKED.format(ranks=[1, 2]))
 
     found = "NaN or Inf in own.w"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from pathlib import Path
 from random import Random
 
 import pytest
-from rank_worlds import World, Worlds
+from rank_worlds import World
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -71,8 +70,8 @@ def killed(world: World, dice: Random, seconds: float) -> dict[str, set[int]]:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_what_any_rank_was_told_is_restored_from_memory_and_what_is_durable_survives_a_reboot_too(
-    worlds: Worlds, quick_path: Path, tmp_path: Path, seed: int
-) -> None:
+    worlds, quick_path, tmp_path, seed
+):
     dice = Random(seed)
     memory, disks = quick_path / "memory", tmp_path / "disks"
     script = TRAINING.format(memory=str(memory), disks=str(disks), nodes=dice.choice(["aaaa", "aabb", "abab"]))

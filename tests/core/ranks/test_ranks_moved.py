@@ -35,9 +35,7 @@ def emptied(number: int) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_a_rank_that_took_over_another_stage_gets_what_its_neighbour_has_saved(
-    how: dict[str, Any], n: int, tmp_path: Path
-):
+def test_a_rank_that_took_over_another_stage_gets_what_its_neighbour_has_saved(how, n, tmp_path):
     folder = saved(tmp_path, 2, stage)
     for rank in (0, 1):
         live = emptied(1 - rank)
@@ -80,9 +78,7 @@ def training(seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", [{}, {"strict": False}, {"select": ["optim", "model.bias"]}], ids=str)
-def test_each_rank_gets_all_of_what_a_planner_has_shared_out_however_many_have_saved(
-    how: dict[str, Any], tmp_path: Path
-):
+def test_each_rank_gets_all_of_what_a_planner_has_shared_out_however_many_have_saved(how, tmp_path):
     folder = shared_out(tmp_path / "run" / "step_00000001")
     for rank in range(3):
         live = training(1)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from rank_states import numbered
-from rank_worlds import Ended, Worlds
+from rank_worlds import Ended
 from states import difference, open_run
 
 import async_ckpt
 from async_ckpt import Place
-from async_ckpt.testing.servers import Server
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -48,7 +46,7 @@ with no_collectives():
 
 
 @pytest.mark.parametrize(("size", "make"), [(2, "fsdp()"), (4, "fsdp_tp(2)"), (1, "fsdp()")])
-def test_any_process_loads_full_tensors_from_the_path(worlds: Worlds, tmp_path: Path, size: int, make: str):
+def test_any_process_loads_full_tensors_from_the_path(worlds, tmp_path, size, make):
     out = tmp_path / "out" / "weights.tar"
     ended = worlds.run(size, PRELUDE + SAVE.format(out=repr(str(out)), make=make, times=2))
 
@@ -65,7 +63,7 @@ def test_any_process_loads_full_tensors_from_the_path(worlds: Worlds, tmp_path: 
         assert sum(path.stat().st_size for path in out.glob("rank*")) <= ended[0].told[1][2]
 
 
-def test_when_the_handle_of_rank_0_is_done_the_folder_has_what_stays_alone(worlds: Worlds):
+def test_when_the_handle_of_rank_0_is_done_the_folder_has_what_stays_alone(worlds):
     """No receipts, no claim of the folder, and nothing of the checkpoint that was replaced."""
     ended = worlds.run(
         2,
@@ -85,7 +83,7 @@ for _ in range(3):
         assert len({name[1] for name in names if name[0] != "manifest"}) == 1
 
 
-def test_in_a_store_too(worlds: Worlds, s3: Server, bucket: str):
+def test_in_a_store_too(worlds, s3, bucket):
     place = f"Place('s3://{bucket}/x', options={s3.options})"
     ended = worlds.run(2, PRELUDE + SAVE.format(out=place, make="fsdp()", times=2))
 
@@ -105,7 +103,7 @@ with async_ckpt.snapshot(small(1)) as snap:
 """
 
 
-def test_a_snapshot_is_saved_as_it_was(worlds: Worlds):
+def test_a_snapshot_is_saved_as_it_was(worlds):
     ended = worlds.run(2, PRELUDE + SNAPSHOT)
 
     assert told(ended, 0) == told(ended, 1) == ["committed"] * 2
@@ -126,7 +124,7 @@ save(small(5), here.root + "/x")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_does_otherwise_fails_all_and_what_was_saved_before_stays(worlds: Worlds, rank: int):
+def test_what_one_rank_does_otherwise_fails_all_and_what_was_saved_before_stays(worlds, rank):
     """A state that cannot be saved, another path, another structure; and then they save alike again."""
     ended = worlds.run(3, PRELUDE + FAILING.format(rank=rank))
 
@@ -166,7 +164,7 @@ for number, state in enumerate([{"in": Weights(spread(41, 3))}, {"in": deque([sp
 """
 
 
-def test_a_snapshot_is_spread_whatever_its_tensors_lie_in(worlds: Worlds):
+def test_a_snapshot_is_spread_whatever_its_tensors_lie_in(worlds):
     ended = worlds.run(2, PRELUDE + KINDS)
 
     assert told(ended, 0) == told(ended, 1) == ["committed"] * 2
@@ -199,7 +197,7 @@ save(small(3), here.root + "/x")
 @pytest.mark.parametrize(
     ("how", "error"), [("closed", "ClosedError"), ("compressed", "ValueError"), ("broken", "OSError")]
 )
-def test_a_call_that_raises_early_on_one_rank_is_told_to_all(worlds: Worlds, how: str, error: str):
+def test_a_call_that_raises_early_on_one_rank_is_told_to_all(worlds, how, error):
     ended = worlds.run(2, PRELUDE + RAISING.format(how=how))
 
     assert told(ended, 1) == ["PeerFailedError", error]
@@ -218,7 +216,7 @@ save(small(2), here.root + "/x", compression="zstd")
 """
 
 
-def test_a_run_is_not_written_over(worlds: Worlds):
+def test_a_run_is_not_written_over(worlds):
     ended = worlds.run(2, PRELUDE + REFUSED)
 
     rank_0, rank_1 = ([one.told[number] for number in range(1, 6)] for one in ended)
@@ -238,7 +236,7 @@ def test_a_run_is_not_written_over(worlds: Worlds):
     assert len(list(worlds.root.glob("**/rank_*.tar"))) == 2
 
 
-def test_the_root_of_a_disk_is_no_folder_for_a_save(worlds: Worlds):
+def test_the_root_of_a_disk_is_no_folder_for_a_save(worlds):
     ended = worlds.run(2, PRELUDE + 'save(small(1), "/")')
 
     assert told(ended, 0) == ["ValueError"] * 2
@@ -257,7 +255,7 @@ save(states[2], here.root + "/z")
 """
 
 
-def test_a_rank_that_saves_alone_is_told_in_the_end(worlds: Worlds):
+def test_a_rank_that_saves_alone_is_told_in_the_end(worlds):
     rank_0, rank_1 = worlds.run(2, PRELUDE + ALONE)
 
     assert [one[0] for one in rank_0.told] == ["committed"] * 2

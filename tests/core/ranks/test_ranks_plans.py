@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import slices
-from rank_worlds import Worlds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -83,9 +82,7 @@ def wrong_in(plan: list[list[str]], outcomes: list[list[list[str]]], committed: 
 
 
 @pytest.mark.parametrize("world", slices.some(range(_WORLDS), 49))
-def test_no_plan_of_calls_has_ranks_contradict_each_other_or_costs_more_than_its_wrong_calls(
-    worlds: Worlds, world: int
-):
+def test_no_plan_of_calls_has_ranks_contradict_each_other_or_costs_more_than_its_wrong_calls(worlds, world):
     size = 2 + world % 2
     plans = {n: plan_of(world * _PLANS_OF_A_WORLD + n, size) for n in range(_PLANS_OF_A_WORLD)}
     ended = worlds.run(size, PLAY.format(plans=plans))

@@ -39,7 +39,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
-def test_a_model_and_its_optimizer_go_on_in_another_layout(worlds: Worlds, layouts: str):
+def test_a_model_and_its_optimizer_go_on_in_another_layout(worlds, layouts):
     size, make, new_size, new_make = LAYOUTS[layouts]
     worlds.run(size, SAVE.format(make=make))
 
@@ -85,7 +85,7 @@ def damaged(worlds: Worlds, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["a corrupt block", "a missing archive", "a corrupt index"])
-def test_what_one_rank_cannot_read_is_left_by_all_or_raised(worlds: Worlds, how: str):
+def test_what_one_rank_cannot_read_is_left_by_all_or_raised(worlds, how):
     """Of the archives of three ranks the last is damaged."""
     worlds.run(3, TWICE)
     damaged(worlds, how)
@@ -111,7 +111,7 @@ for culprit in (1, 0):
 """
 
 
-def test_what_does_not_fit_on_one_rank_fails_on_all_and_none_waits(worlds: Worlds):
+def test_what_does_not_fit_on_one_rank_fails_on_all_and_none_waits(worlds):
     ended = worlds.run(2, MISFITS)
 
     for told, culprit in zip(zip(*(one.told for one in ended), strict=True), (1, 0), strict=True):
@@ -142,7 +142,7 @@ resume.SEEN_SECONDS = {seconds}
 """
 
 
-def test_a_rank_that_sees_an_old_listing_waits_for_the_step_that_rank_0_names(worlds: Worlds):
+def test_a_rank_that_sees_an_old_listing_waits_for_the_step_that_rank_0_names(worlds):
     worlds.run(3, TWICE)
 
     ended = worlds.run(2, AGAIN.format(harm=HIDES.format(looks=6, seconds=60), fallback=False))
@@ -150,7 +150,7 @@ def test_a_rank_that_sees_an_old_listing_waits_for_the_step_that_rank_0_names(wo
     assert [one.told for one in ended] == [[[2, True]]] * 2
 
 
-def test_a_rank_that_never_sees_that_step_restores_no_other(worlds: Worlds):
+def test_a_rank_that_never_sees_that_step_restores_no_other(worlds):
     worlds.run(3, TWICE)
 
     ended = worlds.run(2, AGAIN.format(harm=HIDES.format(looks=10**9, seconds=0.5), fallback=False))
@@ -160,7 +160,7 @@ def test_a_rank_that_never_sees_that_step_restores_no_other(worlds: Worlds):
     assert "rank 0 restores step 2, which rank 1 does not see there" in ended[1].told[0][1]
 
 
-def test_a_missing_layout_changes_nothing_but_what_is_read(worlds: Worlds):
+def test_a_missing_layout_changes_nothing_but_what_is_read(worlds):
     worlds.run(3, TWICE)
     for path in worlds.root.glob("step_*/layout.*.json"):
         path.unlink()

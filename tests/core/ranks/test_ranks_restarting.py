@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from racing import until
 from rank_oracle import run_of, saved
-from rank_worlds import AGENT_STORE, Worlds
+from rank_worlds import AGENT_STORE
 from states import open_run
 
 from async_ckpt.core.ranks.meeting import Meeting
@@ -39,7 +39,7 @@ with open_run(here.root) as ckpt:
 """
 
 
-def test_ranks_that_an_agent_starts_again_hear_nothing_of_the_start_before(worlds: Worlds):
+def test_ranks_that_an_agent_starts_again_hear_nothing_of_the_start_before(worlds):
     first = worlds.start(2, START.format(is_again=False, steps=[1, 2]))
     first.ended()
     again = worlds.start(2, START.format(is_again=True, steps=[3]), after=first).ended()
@@ -92,7 +92,7 @@ def test_what_one_start_opens_is_numbered_anew():
     assert Meeting((0, 2), store=other).topic == "1"
 
 
-def test_a_rank_that_is_started_again_alone_is_refused_by_name_while_rank_0_lives(worlds: Worlds):
+def test_a_rank_that_is_started_again_alone_is_refused_by_name_while_rank_0_lives(worlds):
     script = f"""
     with open_run(here.root, ranks=(here.rank, here.size), store={AGENT_STORE}) as ckpt:
         here.save(ckpt, {{"whole": numbered(3)}}, 1)
@@ -115,7 +115,7 @@ def test_a_rank_that_is_started_again_alone_is_refused_by_name_while_rank_0_live
     assert [save.get("status") for one in world.ended() for save in one.saves] == ["committed"] * 4
 
 
-def test_one_process_may_have_one_process_group_after_another(worlds: Worlds):
+def test_one_process_may_have_one_process_group_after_another(worlds):
     script = f"""
     for step in (1, 2, 3):
         with open_run(here.root) as ckpt:
@@ -169,7 +169,7 @@ with open_run(here.root, ranks=(here.rank, {sizes}[here.rank]), store={store}) a
 
 
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 2]])
-def test_ranks_that_count_each_other_differently_commit_nothing(worlds: Worlds, sizes: list[int]):
+def test_ranks_that_count_each_other_differently_commit_nothing(worlds, sizes):
     first, second = worlds.run(2, SIZES.format(sizes=sizes, store=AGENT_STORE), has_group=False)
 
     assert second.saves[0]["error"] == "PeerFailedError"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from rank_worlds import Worlds
 
 _SAVES = """
 torch.manual_seed(10 + here.rank)
@@ -21,7 +20,7 @@ here.tell({"drawn": torch.rand(3).tolist(), "warned": [str(one.message) for one 
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 6])
-def test_each_rank_takes_the_random_state_of_its_number_modulo_the_saved_world(worlds: Worlds, size: int) -> None:
+def test_each_rank_takes_the_random_state_of_its_number_modulo_the_saved_world(worlds, size):
     drawn = [one.told[0] for one in worlds.run(4, "import async_ckpt\n" + _SAVES)]
     ended = worlds.run(size, "import async_ckpt\nOPTIONS = {}\n" + _RESTORES)
 
@@ -35,7 +34,7 @@ def test_each_rank_takes_the_random_state_of_its_number_modulo_the_saved_world(w
         assert text.startswith(f"step 1 was saved by 4 ranks, and is restored by {size}: for more.rng, rank n takes")
 
 
-def test_a_rank_that_is_chosen_goes_before(worlds: Worlds) -> None:
+def test_a_rank_that_is_chosen_goes_before(worlds):
     drawn = [one.told[0] for one in worlds.run(3, "import async_ckpt\n" + _SAVES)]
     ended = worlds.run(2, "import async_ckpt\nOPTIONS = {'from_ranks': {'more.rng': 2}}\n" + _RESTORES)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from fake_ranks import standing_at
 from rank_archives import commit, irregular_ranks, load_all, write_all
 from rank_states import DTensor, Replicate, Shard, mesh_of, numbered
-from rank_worlds import Worlds
 from states import open_run
 
 import async_ckpt
@@ -52,7 +50,7 @@ def partly_tied(*who: int) -> Any:
 
 
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 2), ()], ids=str)
-def test_what_only_some_ranks_have_tied_is_all_there(tmp_path: Path, who: tuple[int, ...]):
+def test_what_only_some_ranks_have_tied_is_all_there(tmp_path, who):
     folder = tmp_path / "run" / "step_00000001"
     paths = write_all(folder, 3, partly_tied(*who))
     commit(paths)
@@ -81,7 +79,7 @@ def test_ranks_that_have_tied_other_tensors_share_with_none_that_have_not():
     assert len({*digests}) == 2
 
 
-def test_what_a_rank_has_for_itself_does_not_change_what_it_leaves_to_others(tmp_path: Path):
+def test_what_a_rank_has_for_itself_does_not_change_what_it_leaves_to_others(tmp_path):
     """Rank 0 has much of its own: then it would write other small tensors than rank 1 takes it to."""
 
     def build(rank: int) -> dict[str, Any]:
@@ -149,7 +147,7 @@ with open_run(here.root) as ckpt:
 
 
 @needs_fork
-def test_what_one_rank_alone_calls_its_own_is_kept_for_each_or_refused(worlds: Worlds):
+def test_what_one_rank_alone_calls_its_own_is_kept_for_each_or_refused(worlds):
     ended = worlds.run(2, PER_RANK_ON_ONE)
 
     assert [one.saves[0].get("status") for one in ended] == ["committed"] * 2
@@ -207,7 +205,7 @@ for step in (1, 2):
 
 
 @needs_fork
-def test_a_step_of_which_something_was_not_written_is_not_committed(worlds: Worlds):
+def test_a_step_of_which_something_was_not_written_is_not_committed(worlds):
     ended = worlds.run(2, SLIP)
 
     assert [one.saves[0]["status"] for one in ended] == ["committed"] * 2

@@ -14,7 +14,6 @@ import pytest
 import torch
 from rank_oracle import saved
 from rank_states import numbered
-from rank_worlds import Worlds
 from slices import some
 from states import open_run
 
@@ -88,7 +87,7 @@ def assert_whole(root: Place, steps: list[int]) -> None:
         assert torch.equal(tensors["model.whole"], numbered(300, 1000) + step)
 
 
-def test_a_proxy_takes_conditions_out_of_requests(s3: Server, bucket: str, proxies: list[FaultyProxy]) -> None:
+def test_a_proxy_takes_conditions_out_of_requests(s3, bucket, proxies):
     def put(proxy: FaultyProxy) -> None:
         client = botocore.session.get_session().create_client(
             "s3",
@@ -109,8 +108,8 @@ def test_a_proxy_takes_conditions_out_of_requests(s3: Server, bucket: str, proxi
 @pytest.mark.parametrize("has_conditions", [True, False])
 @pytest.mark.parametrize("seed", some(range(60), 60))
 def test_a_training_and_its_rollback_are_whole_however_slowly_each_rank_is_answered(
-    worlds: Worlds, s3: Server, bucket: str, proxies: list[FaultyProxy], seed: int, has_conditions: bool
-) -> None:
+    worlds, s3, bucket, proxies, seed, has_conditions
+):
     slow_down(proxies, random.Random(seed), has_conditions=has_conditions)
     root = Place(f"s3://{bucket}/run", options=s3.options)
     ways = [proxy.endpoint for proxy in proxies]
@@ -124,9 +123,7 @@ def test_a_training_and_its_rollback_are_whole_however_slowly_each_rank_is_answe
 
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("seed", some(range(60), 60))
-def test_killed_at_a_slow_store_the_step_is_whole_or_not_there(
-    worlds: Worlds, s3: Server, bucket: str, proxies: list[FaultyProxy], seed: int, who: int
-) -> None:
+def test_killed_at_a_slow_store_the_step_is_whole_or_not_there(worlds, s3, bucket, proxies, seed, who):
     dice = random.Random(seed)
     slow_down(proxies, dice, has_conditions=dice.random() < 0.7)
     root = Place(f"s3://{bucket}/run", options=s3.options)

@@ -10,7 +10,6 @@ import torch
 from accelerators import of_simulation
 from exported import weights_in
 from rank_oracle import saved
-from rank_worlds import Worlds
 from states import difference
 
 from async_ckpt import Subscriber
@@ -42,9 +41,7 @@ ckpt.close()
 
 
 @pytest.mark.parametrize(("size", "make"), [(2, "fsdp()"), (4, "fsdp_tp(2)")])
-def test_a_checkpoint_an_export_and_a_version_are_of_the_instant_of_one_snapshot(
-    worlds: Worlds, tmp_path: Path, size: int, make: str
-):
+def test_a_checkpoint_an_export_and_a_version_are_of_the_instant_of_one_snapshot(worlds, tmp_path, size, make):
     ended = worlds.run(size, READERS.format(make=make))
 
     full = torch.load(f"{worlds.root}.pt")
@@ -98,9 +95,7 @@ ckpt.close()
 
 @of_simulation
 @pytest.mark.parametrize("encoding", ["xor", None])
-def test_a_step_that_is_saved_published_and_exported_is_copied_from_each_device_once(
-    worlds: Worlds, tmp_path: Path, encoding: str | None
-):
+def test_a_step_that_is_saved_published_and_exported_is_copied_from_each_device_once(worlds, tmp_path, encoding):
     both = [one.told for one in worlds.run(2, ONE_COPY.format(publishes=True, encoding=encoding))]
     script = ONE_COPY.format(publishes=False, encoding=encoding)
     saves_alone = [one.told for one in worlds.run(2, script, root=tmp_path / "alone")]
@@ -142,7 +137,7 @@ with async_ckpt.snapshot({"weight": weight}, guard=optimizer) as snap:
 """
 
 
-def test_replicas_in_a_snapshot_are_compared_once_their_bytes_are_there(worlds: Worlds):
+def test_replicas_in_a_snapshot_are_compared_once_their_bytes_are_there(worlds):
     for one in worlds.run(2, COMPARED):
         assert one.told[0] is True
         assert one.saves[0].get("status") == "committed"
@@ -160,6 +155,6 @@ except async_ckpt.UnsupportedStateError as error:
 """
 
 
-def test_a_snapshot_refuses_by_name_what_no_rank_can_save(worlds: Worlds):
+def test_a_snapshot_refuses_by_name_what_no_rank_can_save(worlds):
     for one in worlds.run(2, REFUSED):
         assert "model.a: a DTensor that is Partial" in one.told[0]

@@ -7,7 +7,6 @@ import textwrap
 
 import pytest
 from archives import flip
-from rank_worlds import Worlds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -88,14 +87,14 @@ with open_run(here.root) as ckpt:
 """
 
 
-def test_where_nothing_is_committed(worlds: Worlds) -> None:
+def test_where_nothing_is_committed(worlds):
     ended = worlds.run(2, "own_parts = []" + COUNTED + RESTORE)
     assert [one.told for one in ended] == [[[None, [1, 1, 1, 1, 1]]]] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("saved_parts", [[], [1]], ids=["alike", "one rank has more"])
-def test_where_as_many_ranks_or_others_have_saved(worlds: Worlds, size: int, saved_parts: list[int]) -> None:
+def test_where_as_many_ranks_or_others_have_saved(worlds, size, saved_parts):
     worlds.run(2, f"own_parts = {saved_parts}" + COUNTED + SAVE)
 
     ended = worlds.run(size, "own_parts = []" + COUNTED + RESTORE)
@@ -103,7 +102,7 @@ def test_where_as_many_ranks_or_others_have_saved(worlds: Worlds, size: int, sav
     assert [one.told for one in ended] == [[[1, [1, 1, 1, 1, 1]]]] * size
 
 
-def test_where_a_rank_looks_for_names_that_another_has_saved(worlds: Worlds) -> None:
+def test_where_a_rank_looks_for_names_that_another_has_saved(worlds):
     worlds.run(2, "own_parts = [0]" + COUNTED + SAVE)
 
     ended = worlds.run(
@@ -113,7 +112,7 @@ def test_where_a_rank_looks_for_names_that_another_has_saved(worlds: Worlds) -> 
     assert [one.told for one in ended] == [[[1, [1, 1, 1, 1, 1]]]] * 2
 
 
-def test_where_a_part_that_was_not_saved_contains_the_whole_state(worlds: Worlds) -> None:
+def test_where_a_part_that_was_not_saved_contains_the_whole_state(worlds):
     worlds.run(2, "own_parts = []" + COUNTED + SAVE)
     around = 'state["settings"] = {"all": state}\nwith open_run'
     restore = RESTORE.replace("with open_run", around).replace("restore(state)", "restore(state, strict=False)")
@@ -123,7 +122,7 @@ def test_where_a_part_that_was_not_saved_contains_the_whole_state(worlds: Worlds
     assert [one.told for one in ended] == [[[1, [1, 1, 1, 1, 1]]]] * 2
 
 
-def test_where_one_rank_alone_finds_the_newest_step_damaged(worlds: Worlds) -> None:
+def test_where_one_rank_alone_finds_the_newest_step_damaged(worlds):
     """The other fills its state already, and must not wait in a state dict for the first."""
     worlds.run(
         2, "own_parts = []" + COUNTED + SAVE.replace("ckpt.save(state, 1)", "[ckpt.save(state, n) for n in (1, 2)][1]")
@@ -145,7 +144,7 @@ def test_where_one_rank_alone_finds_the_newest_step_damaged(worlds: Worlds) -> N
     assert [one.told for one in ended] == [[[1, [1, 1, 1, 1]]]] * 2
 
 
-def test_where_the_newest_step_is_damaged_for_all_and_the_ranks_save_it_anew(worlds: Worlds) -> None:
+def test_where_the_newest_step_is_damaged_for_all_and_the_ranks_save_it_anew(worlds):
     worlds.run(
         2, "own_parts = []" + COUNTED + SAVE.replace("ckpt.save(state, 1)", "[ckpt.save(state, n) for n in (1, 2)][1]")
     )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from rank_oracle import saved
 from rank_states import numbered
-from rank_worlds import AGENT_STORE, Worlds
+from rank_worlds import AGENT_STORE
 from states import open_run
 
 from async_ckpt.core.ranks import meeting
@@ -48,7 +48,7 @@ def script(kind: str, file: Path, steps: str) -> str:
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_ranks_with_a_store_share_the_work_agree_on_a_step_and_start_again(worlds: Worlds, tmp_path: Path, kind: str):
+def test_ranks_with_a_store_share_the_work_agree_on_a_step_and_start_again(worlds, tmp_path, kind):
     """The store outlives the first start, and has its words: none of them is taken for one of the second."""
     first = worlds.start(2, script(kind, tmp_path / "store", "1, 2"), has_group=False)
     ended = first.ended()
@@ -63,7 +63,7 @@ def test_ranks_with_a_store_share_the_work_agree_on_a_step_and_start_again(world
     assert open_run(worlds.root).steps() == [1, 2, 3]
 
 
-def test_a_rank_that_fails_in_its_call_is_told_to_the_others_by_the_store(worlds: Worlds):
+def test_a_rank_that_fails_in_its_call_is_told_to_the_others_by_the_store(worlds):
     body = f"""
     with open_run(here.root, ranks=(here.rank, here.size), store={STORES["TCPStore"]}) as ckpt:
         here.save(ckpt, {{"whole": numbered(3)}}, None if here.rank else 1)
@@ -76,7 +76,7 @@ def test_a_rank_that_fails_in_its_call_is_told_to_the_others_by_the_store(worlds
     assert [one.saves[1]["status"] for one in (first, second)] == ["committed"] * 2
 
 
-def test_worlds_below_prefixes_of_one_store_do_not_mix(worlds: Worlds):
+def test_worlds_below_prefixes_of_one_store_do_not_mix(worlds):
     """Ranks of the same numbers, at one time."""
     body = """
     store = dist.PrefixStore("{name}", {tcp})
@@ -102,7 +102,7 @@ def test_worlds_below_prefixes_of_one_store_do_not_mix(worlds: Worlds):
         assert torch.equal(saved(worlds.root / name, 3).tensors["whole"], numbered(300, 1000) + add)
 
 
-def test_a_store_keeps_the_answers_about_the_newest_steps_alone(monkeypatch: pytest.MonkeyPatch):
+def test_a_store_keeps_the_answers_about_the_newest_steps_alone(monkeypatch):
     """A training asks at every step, about some steps twice, and the store is memory of rank 0's process."""
     monkeypatch.setattr(meeting, "_KEPT", 2)
     store = dist.HashStore()

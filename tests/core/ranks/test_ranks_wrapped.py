@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_worlds import Worlds
 from tensor_classes import Axis, Rows, Scaled, bytes_in, scaled
 
 import async_ckpt
@@ -60,7 +58,7 @@ PLACED = {
 
 
 @pytest.mark.parametrize("placed", PLACED.values(), ids=PLACED.keys())
-def test_each_rank_gets_its_shard_of_a_wrapped_tensor_back(worlds: Worlds, placed: str):
+def test_each_rank_gets_its_shard_of_a_wrapped_tensor_back(worlds, placed):
     worlds.run(4, SAVE.format(rows=8, placed=placed))
     ended = worlds.run(4, RESTORE.format(rows=8, placed=placed))
     assert [one.told for one in ended] == [[[True, True, 7]]] * 4
@@ -79,9 +77,7 @@ def rows(seed=0):
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(8, 1), (8, 2), (8, 3), (7, 3)])
-def test_one_whose_class_cuts_it_by_rows_is_cut_again_for_another_number_of_ranks(
-    worlds: Worlds, num_rows: int, size: int
-):
+def test_one_whose_class_cuts_it_by_rows_is_cut_again_for_another_number_of_ranks(worlds, num_rows, size):
     of_rows = ROWS.replace("{rows}", str(num_rows))
     worlds.run(4, of_rows + '\nwith open_run(here.root) as ckpt:\n    here.save(ckpt, {"w": sharded(rows())}, 1)\n')
     ended = worlds.run(
@@ -127,9 +123,7 @@ def of_ranks(kind, seed=0):
 @pytest.mark.parametrize(
     ("num_rows", "columns", "size"), [(8, 2, 1), (8, 2, 2), (4, 1, 2), (5, 2, 2), (5, 2, 3), (3, 3, 1), (3, 3, 2)]
 )
-def test_a_class_whose_context_says_how_it_is_cut_is_asked_for_each_context(
-    worlds: Worlds, num_rows: int, columns: int, size: int
-):
+def test_a_class_whose_context_says_how_it_is_cut_is_asked_for_each_context(worlds, num_rows, columns, size):
     """A rank may have as many rows as columns, a single row, or none: shapes do not say what belongs to a row."""
     script = AXES.replace("ROWS", str(num_rows)).replace("COLUMNS", str(columns))
     kinds = ["row", "column", "all"]
@@ -159,7 +153,7 @@ here.tell([bytes_in(live[kind]._local_tensor) == bytes_in(of_ranks(kind)._local_
     assert {kind: bytes_in(loaded[kind]) for kind in kinds} == {kind: bytes_in(scope["whole"](kind)) for kind in kinds}
 
 
-def test_a_wrapped_tensor_is_refused_in_another_cut_and_stays_as_it_is(worlds: Worlds):
+def test_a_wrapped_tensor_is_refused_in_another_cut_and_stays_as_it_is(worlds):
     worlds.run(4, SAVE.format(rows=8, placed="None"))
     ended = worlds.run(2, RESTORE.format(rows=8, placed="None"))
     for one in ended:
@@ -168,14 +162,14 @@ def test_a_wrapped_tensor_is_refused_in_another_cut_and_stays_as_it_is(worlds: W
         assert "w has the shards [[0, 2, 1]] here and [[0, 4, 1]] in the checkpoint" in error
 
 
-def test_replicas_of_a_wrapped_tensor_are_written_once_and_made_again_from_all_ranks(worlds: Worlds):
+def test_replicas_of_a_wrapped_tensor_are_written_once_and_made_again_from_all_ranks(worlds):
     worlds.run(4, SAVE.format(rows=8, placed="None, (Replicate(),)"))
     loaded = async_ckpt.load(worlds.root, types=[Scaled])
     assert bytes_in(loaded["w"]) == bytes_in(scaled(8, 3))
     assert bytes_in(loaded["all"]) == bytes_in(scaled(2, 2, seed=5))
 
 
-def test_a_single_process_loads_the_shards_of_a_wrapped_tensor_as_a_stack(worlds: Worlds):
+def test_a_single_process_loads_the_shards_of_a_wrapped_tensor_as_a_stack(worlds):
     """Nothing says how they would be joined, so that no class is made of them."""
     worlds.run(4, SAVE.format(rows=8, placed="None"))
     loaded = async_ckpt.load(worlds.root, types=[Scaled])["w"]
@@ -183,7 +177,7 @@ def test_a_single_process_loads_the_shards_of_a_wrapped_tensor_as_a_stack(worlds
     assert torch.equal(loaded["codes"].reshape(8, 3), scaled(8, 3).codes)
 
 
-def test_uneven_shards_of_a_wrapped_tensor_are_refused_by_name(worlds: Worlds):
+def test_uneven_shards_of_a_wrapped_tensor_are_refused_by_name(worlds):
     ended = worlds.run(
         2,
         OF_RANKS
@@ -205,7 +199,7 @@ with open_run(here.root, strict=False) as ckpt:
         assert "w.codes is int8[2, 3, 3] on rank 0 and int8[2, 2, 3] on rank 1; " in error
 
 
-def test_uneven_shards_of_a_wrapped_tensor_come_back_as_values_of_each_rank(worlds: Worlds):
+def test_uneven_shards_of_a_wrapped_tensor_come_back_as_values_of_each_rank(worlds):
     ended = worlds.run(
         2,
         OF_RANKS
@@ -219,7 +213,7 @@ with open_run(here.root) as ckpt:
     assert [one.told for one in ended] == [[[1, True]]] * 2
 
 
-def test_a_snapshot_of_a_sharded_wrapped_tensor_is_refused_by_name(worlds: Worlds):
+def test_a_snapshot_of_a_sharded_wrapped_tensor_is_refused_by_name(worlds):
     ended = worlds.run(
         2,
         OF_RANKS
@@ -237,7 +231,7 @@ except async_ckpt.UnsupportedStateError as error:
         assert "a snapshot cannot hold a DTensor whose local tensor is wrapped; save the live state instead" in error
 
 
-def test_merging_a_step_keeps_wrapped_tensors_and_their_shards(worlds: Worlds, tmp_path: Path):
+def test_merging_a_step_keeps_wrapped_tensors_and_their_shards(worlds, tmp_path):
     worlds.run(4, SAVE.format(rows=8, placed="None"))
     async_ckpt.merge(worlds.root, None, tmp_path / "merged.tar")
     loaded = async_ckpt.load(tmp_path / "merged.tar", types=[Scaled])

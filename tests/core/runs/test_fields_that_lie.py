@@ -116,7 +116,7 @@ SEALED = [
 
 
 @pytest.mark.parametrize("name", SEALED)
-def test_a_field_of_another_type_is_refused_by_name(sound: Path, tmp_path: Path, name: str) -> None:
+def test_a_field_of_another_type_is_refused_by_name(sound, tmp_path, name):
     wrong = []
     (original,) = sound.glob(name)
     for number, (lie, told) in enumerate(lies(without_digest(original.read_bytes()))):
@@ -130,9 +130,7 @@ def test_a_field_of_another_type_is_refused_by_name(sound: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", SEALED)
-def test_a_file_with_the_right_digest_that_is_nested_too_deeply_is_refused_by_name(
-    sound: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_file_with_the_right_digest_that_is_nested_too_deeply_is_refused_by_name(sound, tmp_path, name):
     root = shutil.copytree(sound, tmp_path / "run")
     (path,) = root.glob(name)
     rest = b'"x": ' + b"[" * 100_000
@@ -169,12 +167,12 @@ def wrong_answers(path: Path, readers: Callable[[], Iterator[Callable[[], Any]]]
     return wrong
 
 
-def test_a_journal_with_anything_in_it_is_passed_over(sound: Path, tmp_path: Path) -> None:
+def test_a_journal_with_anything_in_it_is_passed_over(sound, tmp_path):
     root = shutil.copytree(sound, tmp_path / "run")
     assert not wrong_answers(root / "checkpoints.jsonl", partial(readers, root), 13)
 
 
-def test_the_index_of_a_folder_of_weights_is_refused_by_name(tmp_path: Path) -> None:
+def test_the_index_of_a_folder_of_weights_is_refused_by_name(tmp_path):
     folder = tmp_path / "model"
     model = torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(3)))
     async_ckpt.export_hf(model, folder, max_shard_bytes=2000).result()
@@ -195,7 +193,7 @@ def line(tmp_path: Path) -> Iterator[Line]:
 
 
 @pytest.mark.parametrize("name", ["publisher.json", "weight_v000002/model.safetensors.index.json"])
-def test_the_files_of_a_publication_are_refused_by_name(line: Line, tmp_path: Path, name: str) -> None:
+def test_the_files_of_a_publication_are_refused_by_name(line, tmp_path, name):
     path = line.root / name
     line.publisher.close()
 
@@ -217,7 +215,7 @@ def test_the_files_of_a_publication_are_refused_by_name(line: Line, tmp_path: Pa
 @pytest.mark.parametrize(
     "classes", [{"a": [[0, 2**24, 1]]}, {str(n): [[0, 2**18, 1]] * 4 for n in range(100)}], ids=["one", "many"]
 )
-def test_a_table_of_ranks_in_a_few_bytes_makes_no_long_list(classes: Any) -> None:
+def test_a_table_of_ranks_in_a_few_bytes_makes_no_long_list(classes):
     with little_memory(64 << 20), pytest.raises(ValueError, match=r"too many ranks|not a count"):
         Table.unpacked({"classes": classes, "differing": []})
 
@@ -235,7 +233,7 @@ def test_a_table_of_ranks_in_a_few_bytes_makes_no_long_list(classes: Any) -> Non
     ],
     ids=range(7),
 )
-def test_a_mesh_that_does_not_fit_the_ranks_or_the_tensor_is_no_layout(spread: Any) -> None:
+def test_a_mesh_that_does_not_fit_the_ranks_or_the_tensor_is_no_layout(spread):
     check_structure(json.dumps(["w", "float32", [8], [[[0, 0, 1]], [2], [1], None, True]]), 2)
     with little_memory(64 << 20), pytest.raises(ValueError, match="mesh"):
         check_structure(json.dumps(["w", "float32", [8], spread]), 2)
@@ -244,13 +242,13 @@ def test_a_mesh_that_does_not_fit_the_ranks_or_the_tensor_is_no_layout(spread: A
 @pytest.mark.parametrize(
     "held", [5, [5], [[[0]]], [[[0], [4], [1]]], [[[0], ["4"]]], [[[0], [-4]]], [[[0.5], [4]]]], ids=range(7)
 )
-def test_slices_that_are_no_boxes_are_no_layout(held: Any) -> None:
+def test_slices_that_are_no_boxes_are_no_layout(held):
     check_structure(json.dumps(["w", "float32", [8], {"held": [[[0], [4]]]}]), 2)
     with pytest.raises((ValueError, TypeError)):
         check_structure(json.dumps(["w", "float32", [8], {"held": held}]), 2)
 
 
-def test_a_structure_of_no_rank_and_a_root_of_more_places_than_ranks_are_no_layout() -> None:
+def test_a_structure_of_no_rank_and_a_root_of_more_places_than_ranks_are_no_layout():
     structures = {"a": json.dumps(["w", "float32", [8], None]), "b": json.dumps(["w", "float32", [8], None])}
     sound = layouts.dump(StepLayout({"a": [0, 1]}, structures), Table({"a": [0, 1]}))
     layouts.parse(sound)
@@ -264,7 +262,7 @@ def test_a_structure_of_no_rank_and_a_root_of_more_places_than_ranks_are_no_layo
     [["float32", [10**400], 0, 0.0], ["float32", [1], 0, 0.0], ["float32", [1] * 100, 0, 0], ["float32", [True], 0, 0]],
     ids=range(4),
 )
-def test_a_lent_table_whose_places_are_no_counts_is_refused(place: Any) -> None:
+def test_a_lent_table_whose_places_are_no_counts_is_refused(place):
     told = {"version": 1, "identity": "", "structure": "", "adapter": {}, "start": "", "slices": {}, "files": {}}
     data = json.dumps(told | {"tensors": {"a": [*place, "0" * 32]}}).encode()
     with pytest.raises(ValueError, match="lent version"):
@@ -272,7 +270,7 @@ def test_a_lent_table_whose_places_are_no_counts_is_refused(place: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["state.json", "files.json"])
-def test_notes_in_a_pulled_folder_are_believed_or_passed_over(line: Line, tmp_path: Path, name: str) -> None:
+def test_notes_in_a_pulled_folder_are_believed_or_passed_over(line, tmp_path, name):
     Subscriber(line.root).pull(tmp_path / "pulled", 2)
 
     def readers() -> Iterator[Callable[[], Any]]:
@@ -302,7 +300,7 @@ def test_notes_in_a_pulled_folder_are_believed_or_passed_over(line: Line, tmp_pa
         "start-*.seen",
     ],
 )
-def test_a_link_that_leads_to_itself_is_refused_by_name_or_passed_over(sound: Path, tmp_path: Path, name: str) -> None:
+def test_a_link_that_leads_to_itself_is_refused_by_name_or_passed_over(sound, tmp_path, name):
     root = shutil.copytree(sound, tmp_path / "run")
     (path,) = root.glob(name)
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -310,7 +308,7 @@ def test_a_link_that_leads_to_itself_is_refused_by_name_or_passed_over(sound: Pa
     assert [error for read in readers(root) if (error := raw_error(read))] == []
 
 
-def test_a_folder_that_nothing_can_be_written_to_has_no_clock_and_says_so(tmp_path: Path) -> None:
+def test_a_folder_that_nothing_can_be_written_to_has_no_clock_and_says_so(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageUnavailableError, match="make sure that the folder exists"):
         LocalStorage(tmp_path).sweep("file", ["rank_00000.0123abcd.tar"], decided=True, of_ranks=True)

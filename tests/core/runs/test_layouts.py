@@ -24,7 +24,6 @@ from async_ckpt import (
 )
 from async_ckpt.core.runs.naming import Tracker
 from async_ckpt.core.runs.record import RECORD_BYTES
-from async_ckpt.testing.servers import Server
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
 SKYRL: dict[str, Any] = {"naming": "skyrl"}
@@ -436,7 +435,7 @@ def test_a_step_that_is_copied_to_another_root_keeps_its_record(tmp_path):
     assert (line["loss"], line["ttl_seconds"]) == (0.5, 1e6)
 
 
-def test_on_a_store_the_tracker_stays_with_what_is_newer_and_the_journal_names_no_credentials(s3: Server):
+def test_on_a_store_the_tracker_stays_with_what_is_newer_and_the_journal_names_no_credentials(s3):
     s3.client.create_bucket(Bucket="layouts")
     root = Place("s3://layouts/run", options=s3.options)
 

@@ -63,7 +63,7 @@ def ckpt(root: Path) -> Iterator[AsyncCheckpointer]:
 # --- what is restored --------------------------------------------------------------------------------------------
 
 
-def test_a_restart_passes_over_a_bad_step_and_says_why(ckpt: AsyncCheckpointer, root: Path):
+def test_a_restart_passes_over_a_bad_step_and_says_why(ckpt, root):
     ckpt.mark(3, "bad", note="loss is nan")
 
     with open_run(root) as other, pytest.warns(RuntimeWarning, match="step 3 is skipped.*marked bad: loss is nan"):
@@ -71,7 +71,7 @@ def test_a_restart_passes_over_a_bad_step_and_says_why(ckpt: AsyncCheckpointer, 
     assert ckpt.latest() == 3  # it is committed all the same
 
 
-def test_the_training_goes_on_below_the_bad_steps_without_being_asked_for_a_rollback(ckpt: AsyncCheckpointer):
+def test_the_training_goes_on_below_the_bad_steps_without_being_asked_for_a_rollback(ckpt):
     for step in (2, 3):
         ckpt.mark(step, "bad")
     with pytest.warns(RuntimeWarning):
@@ -85,7 +85,7 @@ def test_the_training_goes_on_below_the_bad_steps_without_being_asked_for_a_roll
 
 
 @pytest.mark.parametrize("read", [AsyncCheckpointer.load, lambda ckpt: async_ckpt.load(ckpt.root)])
-def test_a_load_of_the_newest_passes_over_bad_steps_too(ckpt: AsyncCheckpointer, read: Any):
+def test_a_load_of_the_newest_passes_over_bad_steps_too(ckpt, read):
     for step in (2, 3):
         ckpt.mark(step, "bad", note="spike")
 
@@ -98,7 +98,7 @@ def test_a_load_of_the_newest_passes_over_bad_steps_too(ckpt: AsyncCheckpointer,
         read(ckpt)
 
 
-def test_the_newest_good_step_is_taken_if_that_is_asked_for(ckpt: AsyncCheckpointer):
+def test_the_newest_good_step_is_taken_if_that_is_asked_for(ckpt):
     ckpt.mark(1, "good")
     assert restored(ckpt, marked="good") == 1
     ckpt.mark(2, "good")
@@ -107,7 +107,7 @@ def test_the_newest_good_step_is_taken_if_that_is_asked_for(ckpt: AsyncCheckpoin
         ckpt.save(state_at(0), 0).result()
 
 
-def test_where_no_step_is_good_a_run_with_steps_is_refused_and_one_without_begins(ckpt: AsyncCheckpointer, root: Path):
+def test_where_no_step_is_good_a_run_with_steps_is_refused_and_one_without_begins(ckpt, root):
     with pytest.raises(NoGoodStepError, match="step 3: it is not marked good; step 2") as caught:
         restored(ckpt, marked="good")
     assert (caught.value.path, caught.value.steps) == (str(root), STEPS)
@@ -115,7 +115,7 @@ def test_where_no_step_is_good_a_run_with_steps_is_refused_and_one_without_begin
         assert restored(new, marked="good") is None
 
 
-def test_a_run_of_bad_steps_does_not_train_from_nothing_and_a_named_step_is_restored(ckpt: AsyncCheckpointer):
+def test_a_run_of_bad_steps_does_not_train_from_nothing_and_a_named_step_is_restored(ckpt):
     for step in STEPS:
         ckpt.mark(step, "bad", note=f"spike {step}")
 
@@ -129,7 +129,7 @@ def test_a_run_of_bad_steps_does_not_train_from_nothing_and_a_named_step_is_rest
         assert restored(ckpt) == 1
 
 
-def test_the_best_step_is_never_a_bad_one(ckpt: AsyncCheckpointer):
+def test_the_best_step_is_never_a_bad_one(ckpt):
     ckpt.mark(3, "bad")
     assert ckpt.best("loss", mode="min") == 2
     for step in (1, 2):
@@ -141,7 +141,7 @@ def test_the_best_step_is_never_a_bad_one(ckpt: AsyncCheckpointer):
 # --- which mark counts -------------------------------------------------------------------------------------------
 
 
-def test_the_newest_mark_counts_and_none_is_ever_changed(ckpt: AsyncCheckpointer, root: Path):
+def test_the_newest_mark_counts_and_none_is_ever_changed(ckpt, root):
     ckpt.mark(3, "bad", note="spike")
     before = marks_in(root)
     ckpt.mark(3, "good", note="it was the logger")
@@ -162,7 +162,7 @@ def test_of_two_marks_at_one_moment_the_bad_one_counts():
     assert newest_of([*marks, Mark(1, "0" * 8, 3, "none")]) is None
 
 
-def test_many_that_mark_at_once_leave_one_mark_that_counts(ckpt: AsyncCheckpointer, root: Path):
+def test_many_that_mark_at_once_leave_one_mark_that_counts(ckpt, root):
     begin = threading.Barrier(8)
 
     def mark(kind: str) -> None:
@@ -182,9 +182,7 @@ def test_many_that_mark_at_once_leave_one_mark_that_counts(ckpt: AsyncCheckpoint
     assert ckpt.marks() == {2: (newest.kind, "")}
 
 
-def test_a_step_that_is_saved_anew_has_no_mark_and_the_next_start_deletes_the_old_one(
-    ckpt: AsyncCheckpointer, root: Path
-):
+def test_a_step_that_is_saved_anew_has_no_mark_and_the_next_start_deletes_the_old_one(ckpt, root):
     ckpt.mark(3, "bad")
     save(ckpt, 3, overwrite=True)
 
@@ -198,7 +196,7 @@ def test_a_step_that_is_saved_anew_has_no_mark_and_the_next_start_deletes_the_ol
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"note": 7}', "{", '{"note": "\\ud800"}'])
-def test_a_note_that_nobody_can_read_takes_nothing_from_the_mark(ckpt: AsyncCheckpointer, root: Path, text: str):
+def test_a_note_that_nobody_can_read_takes_nothing_from_the_mark(ckpt, root, text):
     ckpt.mark(3, "bad", note="spike")
     (path,) = root.glob("mark-*")
     path.write_text(text)
@@ -213,7 +211,7 @@ def test_names_that_only_look_like_marks_are_none():
     assert split_marks(sorted([*others, name])) == (sorted(others), [Mark(1, "0" * 8, 1, "bad")])
 
 
-def test_a_mark_is_no_step_of_another_naming(ckpt: AsyncCheckpointer, root: Path):
+def test_a_mark_is_no_step_of_another_naming(ckpt, root):
     ckpt.mark(3, "good")
 
     assert formats_at(LocalStorage(root)) == ["step_{:08d}"]
@@ -221,7 +219,7 @@ def test_a_mark_is_no_step_of_another_naming(ckpt: AsyncCheckpointer, root: Path
         assert restored(other) == 3
 
 
-def test_a_run_with_marks_is_listed_as_often_as_one_without(ckpt: AsyncCheckpointer, root: Path, monkeypatch):
+def test_a_run_with_marks_is_listed_as_often_as_one_without(ckpt, root, monkeypatch):
     calls: list[str] = []
     names, read = LocalStorage.names, LocalStorage.read
     monkeypatch.setattr(
@@ -251,9 +249,7 @@ def test_a_run_with_marks_is_listed_as_often_as_one_without(ckpt: AsyncCheckpoin
         (3, "bad", "x" * 5000, ValueError, "5,000 characters; at most 4,096"),
     ],
 )
-def test_a_mark_that_makes_no_sense_says_what_to_give(
-    ckpt: AsyncCheckpointer, root: Path, step: int, kind: Any, note: Any, error: type[Exception], says: str
-):
+def test_a_mark_that_makes_no_sense_says_what_to_give(ckpt, root, step, kind, note, error, says):
     with pytest.raises(error, match=says):
         ckpt.mark(step, kind, note=note)
     assert marks_in(root) == {}
@@ -265,7 +261,7 @@ def test_a_restore_of_marked_steps_takes_good_and_no_step():
             ckpt.restore({}, **wrong)
 
 
-def test_the_history_has_the_marks(ckpt: AsyncCheckpointer):
+def test_the_history_has_the_marks(ckpt):
     ckpt.mark(2, "bad", note="spike")
     save(ckpt, 4)
     ckpt.wait()
@@ -302,7 +298,7 @@ FOUR: dict[int, dict[str, Any]] = {step: {"loss": step} for step in (1, 2, 3, 4)
         (Keep(1, good=1), {"s1": "good", "s4": "bad"}, [2]),
     ],
 )
-def test_what_retention_makes_of_marks(rules: Keep, kinds: dict[str, str], doomed: list[int]):
+def test_what_retention_makes_of_marks(rules, kinds, doomed):
     assert deletable_steps(rules, with_marks(FOUR, **kinds), now=100.0) == doomed
 
 
@@ -336,7 +332,7 @@ def test_bad_steps_go_and_the_others_as_if_they_were_not_there(made, bad, rules)
     assert doomed == sorted({*deletable_steps(rules, with_marks(others), now=100.0)} | (bad - {max(made)}))
 
 
-def test_retention_deletes_a_bad_step_with_its_marks_and_keeps_the_good_one(root: Path):
+def test_retention_deletes_a_bad_step_with_its_marks_and_keeps_the_good_one(root):
     with open_run(root, keep=Keep(last=2, good=1)) as ckpt:
         for step in (1, 2):
             save(ckpt, step)
@@ -351,7 +347,7 @@ def test_retention_deletes_a_bad_step_with_its_marks_and_keeps_the_good_one(root
     assert [name.split(".")[0] for name in marks_in(root)] == ["mark-1"]
 
 
-def test_a_mark_of_another_process_counts_at_the_next_save(root: Path):
+def test_a_mark_of_another_process_counts_at_the_next_save(root):
     with open_run(root, keep=2) as ckpt:
         for step in (1, 2):
             save(ckpt, step)
@@ -365,7 +361,7 @@ def test_a_mark_of_another_process_counts_at_the_next_save(root: Path):
 # --- several places ----------------------------------------------------------------------------------------------
 
 
-def test_a_mark_lies_at_each_place_of_the_step_and_one_is_enough(tmp_path: Path):
+def test_a_mark_lies_at_each_place_of_the_step_and_one_is_enough(tmp_path):
     near, far = tmp_path / "near", tmp_path / "far"
     with open_run([near, far]) as ckpt:
         for step in (1, 2):
@@ -379,7 +375,7 @@ def test_a_mark_lies_at_each_place_of_the_step_and_one_is_enough(tmp_path: Path)
         assert restored(ckpt) == 1
 
 
-def test_a_place_that_was_away_gets_the_marks_with_the_steps(tmp_path: Path):
+def test_a_place_that_was_away_gets_the_marks_with_the_steps(tmp_path):
     near, far = tmp_path / "near", tmp_path / "far"
     with open_run(near) as ckpt:
         for step in (1, 2):
@@ -395,7 +391,7 @@ def test_a_place_that_was_away_gets_the_marks_with_the_steps(tmp_path: Path):
     assert marks_in(far) == marks_in(near)
 
 
-def test_a_mark_that_was_taken_back_does_not_come_back_from_a_place_that_has_missed_it(tmp_path: Path):
+def test_a_mark_that_was_taken_back_does_not_come_back_from_a_place_that_has_missed_it(tmp_path):
     near, far = tmp_path / "near", tmp_path / "far"
     with open_run([near, far]) as ckpt:
         everywhere(ckpt, ckpt.save(state_at(1), 1))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import Nursery
 from slices import ALL, some
 from states import assert_is_state, everywhere, open_run, state_at
 
@@ -61,9 +60,7 @@ def line(root: Any) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("how", ["killed", "failed"])
 @pytest.mark.parametrize("step", some([1, 2, 3], 3))
-def test_at_any_call_of_a_rollback_two_roots_have_the_old_line_or_the_new_one(
-    quick_path: Path, nursery: Nursery, step: int, how: str
-) -> None:
+def test_at_any_call_of_a_rollback_two_roots_have_the_old_line_or_the_new_one(quick_path, nursery, step, how):
     with open_run([quick_path / "before" / name for name in ("near", "far")]) as ckpt:
         for saved in (1, 2, 4):
             everywhere(ckpt, ckpt.save(state_at(saved), step=saved))

@@ -17,7 +17,6 @@ import torch
 from commands import run_command
 from hypothesis import given
 from hypothesis import strategies as st
-from racing import Gate
 from scripted_disk import scripted
 from states import assert_is_state, open_run, save, state_at
 
@@ -209,7 +208,7 @@ def test_in_a_store_only_the_first_save_of_a_start_says_what_it_has_seen(s3, buc
 
 @pytest.mark.parametrize("unchanged", [None, "frozen"])
 def test_the_retention_of_who_was_overtaken_deletes_nothing_that_the_next_start_goes_on_from(
-    tmp_path, gate: Gate, monkeypatch, caplog, unchanged
+    tmp_path, gate, monkeypatch, caplog, unchanged
 ):
     """Not the step that it has restored, nor what a later one borrows from there."""
     frozen = {"weight": torch.arange(500.0)}

@@ -27,7 +27,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", some(range(10_000), 51))
-def test_whatever_the_order_of_their_requests_one_line_goes_on(seed: int) -> None:
+def test_whatever_the_order_of_their_requests_one_line_goes_on(seed):
     dice = random.Random(seed)
     objects, retire, overwrite = Objects(), dice.random() < 0.5, dice.random() < 0.3
     processes: list[Process] = []

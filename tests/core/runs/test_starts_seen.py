@@ -69,7 +69,7 @@ def fields_of(objects: Objects, number: int) -> dict[str, Any]:
 # --- what it says ------------------------------------------------------------------------------------------------
 
 
-def test_a_start_says_what_it_has_seen_before_it_writes_anything_else(objects: Objects, begin: Begin) -> None:
+def test_a_start_says_what_it_has_seen_before_it_writes_anything_else(objects, begin):
     begin(2, 4, 6).finish()
     late = go_to(begin(8), "replace step_")
     names = sorted(name for name in objects.data if name.startswith("start-"))
@@ -81,7 +81,7 @@ def test_a_start_says_what_it_has_seen_before_it_writes_anything_else(objects: O
     assert told(late) == [13]
 
 
-def test_what_a_start_has_seen_stays_small_however_many_steps_there_are() -> None:
+def test_what_a_start_has_seen_stays_small_however_many_steps_there_are():
     commits = dict.fromkeys(range(0, 500_000, 100), "0123abcd")
     objects = Objects()
     one = Process(objects, [1], retire=False)
@@ -94,9 +94,7 @@ def test_what_a_start_has_seen_stays_small_however_many_steps_there_are() -> Non
 # --- the overtaken one ---------------------------------------------------------------------------------------------
 
 
-def test_a_save_that_the_next_start_has_seen_is_committed_though_the_run_is_taken(
-    objects: Objects, begin: Begin
-) -> None:
+def test_a_save_that_the_next_start_has_seen_is_committed_though_the_run_is_taken(objects, begin):
     old = go_past(begin(1, 2), "put_new step_00000000/manifest.json")
     new = go_past(begin(1), "put_new start-00000002.00000001.1.seen")
     old.finish()
@@ -109,8 +107,8 @@ def test_a_save_that_the_next_start_has_seen_is_committed_though_the_run_is_take
 
 @pytest.mark.parametrize("new_commits_first", [False, True])
 def test_a_save_that_the_next_start_has_not_seen_is_undecided_and_does_not_count_once_that_one_has_committed(
-    objects: Objects, begin: Begin, new_commits_first: bool
-) -> None:
+    objects, begin, new_commits_first
+):
     old = go_to(begin(4), "put_new step_00000003/manifest.json")
     new = go_past(begin(1), "put_new start-00000002.00000001.0.seen")
     if new_commits_first:
@@ -122,7 +120,7 @@ def test_a_save_that_the_next_start_has_not_seen_is_undecided_and_does_not_count
     assert (told(new), steps(objects)) == ([0], [0])
 
 
-def test_a_start_that_has_not_said_yet_what_it_has_seen_is_waited_for(objects: Objects, begin: Begin) -> None:
+def test_a_start_that_has_not_said_yet_what_it_has_seen_is_waited_for(objects, begin):
     old = go_past(begin(1), "put_new step_00000000/manifest.json")
     new = go_to(begin(1), "put_new start-00000002.00000001.1.seen")
     for _ in range(10):
@@ -133,7 +131,7 @@ def test_a_start_that_has_not_said_yet_what_it_has_seen_is_waited_for(objects: O
     assert told(old) == [0]
 
 
-def test_one_that_never_says_it_leaves_the_save_undecided(objects: Objects, begin: Begin) -> None:
+def test_one_that_never_says_it_leaves_the_save_undecided(objects, begin):
     old = go_past(begin(1), "put_new step_00000000/manifest.json")
     go_to(begin(1), "put_new start-00000002.00000001.1.seen").kill()
     old.finish()
@@ -142,9 +140,7 @@ def test_one_that_never_says_it_leaves_the_save_undecided(objects: Objects, begi
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_of_two_starts_of_one_number_the_later_token_goes_on_whichever_file_comes_first(
-    objects: Objects, begin: Begin, first: int
-) -> None:
+def test_of_two_starts_of_one_number_the_later_token_goes_on_whichever_file_comes_first(objects, begin, first):
     both = [go_to(begin(1), f"put_new start-00000001.{token:08x}") for token in (0, 1)]
     both[first].go()
     both[1 - first].go()
@@ -155,9 +151,7 @@ def test_of_two_starts_of_one_number_the_later_token_goes_on_whichever_file_come
     assert steps(objects) == [0]
 
 
-def test_a_start_that_was_killed_before_it_said_what_it_has_seen_holds_nobody_up(
-    objects: Objects, begin: Begin
-) -> None:
+def test_a_start_that_was_killed_before_it_said_what_it_has_seen_holds_nobody_up(objects, begin):
     old = go_to(begin(4), "put_new step_00000003/manifest.json")
     go_to(begin(1), "put_new start-00000002.00000001.0.seen").kill()
     new = begin(1, 2)
@@ -169,9 +163,7 @@ def test_a_start_that_was_killed_before_it_said_what_it_has_seen_holds_nobody_up
     assert steps(objects) == [0, 1]
 
 
-def test_a_start_that_wakes_after_the_next_one_has_said_so_for_it_has_lost_the_run(
-    objects: Objects, begin: Begin
-) -> None:
+def test_a_start_that_wakes_after_the_next_one_has_said_so_for_it_has_lost_the_run(objects, begin):
     slow = go_to(begin(1), "put_new start-00000001.00000000.0.seen")
     new = begin(1)
     new.finish()
@@ -183,9 +175,7 @@ def test_a_start_that_wakes_after_the_next_one_has_said_so_for_it_has_lost_the_r
     assert (told(slow), told(new), steps(objects)) == ([], [0], [0])
 
 
-def test_a_start_whose_word_another_has_put_has_lost_the_run_even_if_that_one_has_left_it(
-    objects: Objects, begin: Begin
-) -> None:
+def test_a_start_whose_word_another_has_put_has_lost_the_run_even_if_that_one_has_left_it(objects, begin):
     """As a command that deletes steps does."""
     slow = go_to(begin(1), "put_new start-00000001.00000000.0.seen")
     go_past(begin(1), "put_new start-00000002.00000001.0.seen").kill()
@@ -196,9 +186,7 @@ def test_a_start_whose_word_another_has_put_has_lost_the_run_even_if_that_one_ha
     assert objects.manifests == []
 
 
-def test_a_process_that_takes_the_run_again_has_lost_it_to_one_that_came_in_between(
-    objects: Objects, begin: Begin
-) -> None:
+def test_a_process_that_takes_the_run_again_has_lost_it_to_one_that_came_in_between(objects, begin):
     """Though the file that it puts then is later than that one's, by its token."""
     old = go_to(begin(4, 1, retire=True, token="f" * 8), "put_new start-00000002")
     new = begin(1, 2)
@@ -214,8 +202,8 @@ def test_a_process_that_takes_the_run_again_has_lost_it_to_one_that_came_in_betw
 
 
 def test_of_three_starts_the_last_one_goes_on_from_what_the_second_has_not_seen_if_that_has_not_committed(
-    objects: Objects, begin: Begin
-) -> None:
+    objects, begin
+):
     old = go_to(begin(1), "put_new step_00000000/manifest.json")
     second = go_to(begin(1), "put_new step_00000000/manifest.json")
     old.finish()
@@ -228,7 +216,7 @@ def test_of_three_starts_the_last_one_goes_on_from_what_the_second_has_not_seen_
     assert line(objects)[0].start == "00000001.00000000"
 
 
-def test_a_start_puts_its_step_in_the_place_of_one_that_does_not_count(objects: Objects, begin: Begin) -> None:
+def test_a_start_puts_its_step_in_the_place_of_one_that_does_not_count(objects, begin):
     old = go_to(begin(1), "put_new step_00000000/manifest.json")
     new = go_to(begin(1), "put_new step_00000000/manifest.json")
     old.finish()
@@ -239,9 +227,7 @@ def test_a_start_puts_its_step_in_the_place_of_one_that_does_not_count(objects: 
     assert not [name for name in objects.data if name.startswith("rollback-")]
 
 
-def test_a_replacement_that_comes_after_the_next_start_has_seen_the_step_is_refused(
-    objects: Objects, begin: Begin
-) -> None:
+def test_a_replacement_that_comes_after_the_next_start_has_seen_the_step_is_refused(objects, begin):
     begin(1).finish()
     old = go_to(begin(0, overwrite=True), "replace step_00000000/manifest.json")
     new = begin(1)
@@ -256,7 +242,7 @@ def test_a_replacement_that_comes_after_the_next_start_has_seen_the_step_is_refu
     ]
 
 
-def test_one_that_has_come_before_is_what_the_next_start_has_seen(objects: Objects, begin: Begin) -> None:
+def test_one_that_has_come_before_is_what_the_next_start_has_seen(objects, begin):
     begin(1).finish()
     old = go_past(begin(0, overwrite=True), "replace step_00000000/manifest.json")
     begin(1).finish()
@@ -265,7 +251,7 @@ def test_one_that_has_come_before_is_what_the_next_start_has_seen(objects: Objec
     assert line(objects)[0].attempt == old.acknowledged[0].attempt
 
 
-def test_a_rollback_that_the_next_start_has_not_seen_retires_nothing(objects: Objects, begin: Begin) -> None:
+def test_a_rollback_that_the_next_start_has_not_seen_retires_nothing(objects, begin):
     begin(2, 4, 9).finish()
     old = go_to(begin(-2, retire=True), "put_new step_00000006/manifest.json")
     new = go_past(begin(1), "put_new start-00000003.00000002.9.seen")
@@ -278,9 +264,7 @@ def test_a_rollback_that_the_next_start_has_not_seen_retires_nothing(objects: Ob
     assert (told(new), steps(objects)) == ([9], [1, 3, 8, 9])
 
 
-def test_a_step_that_was_deleted_is_not_committed_anew_by_one_that_had_found_it_free(
-    objects: Objects, begin: Begin
-) -> None:
+def test_a_step_that_was_deleted_is_not_committed_anew_by_one_that_had_found_it_free(objects, begin):
     first = go_to(begin(1), "put_new step_00000000/manifest.json")
     second = go_to(begin(1), "put_new step_00000000/manifest.json")
     first.finish()
@@ -292,7 +276,7 @@ def test_a_step_that_was_deleted_is_not_committed_anew_by_one_that_had_found_it_
     assert (told(third), steps(objects)) == ([1, 2], [1, 2])
 
 
-def test_what_a_rollback_leaves_out_stays_out_for_the_start_before_it(objects: Objects, begin: Begin) -> None:
+def test_what_a_rollback_leaves_out_stays_out_for_the_start_before_it(objects, begin):
     old = go_to(begin(1, 4, 7), "put_new step_00000006/manifest.json")
     new = begin(-2, retire=True)
     new.finish()
@@ -320,17 +304,17 @@ def test_what_a_rollback_leaves_out_stays_out_for_the_start_before_it(objects: O
         seal({"steps": [], "attempts": []}),
     ],
 )
-def test_a_damaged_one_says_nothing(text: bytes) -> None:
+def test_a_damaged_one_says_nothing(text):
     assert Seen.parse(text) is None
 
 
-def test_a_hostile_one_costs_no_memory() -> None:
+def test_a_hostile_one_costs_no_memory():
     seen = Seen.parse(seal({"steps": [[0, 2**62, 1], [5, 2**62, 2**62]], "attempts": {}}))
     assert seen is not None
     assert seen.has(2**61, None) in (True, False)
 
 
-def test_without_a_word_of_what_it_has_seen_a_start_has_seen_the_steps_below_its_own() -> None:
+def test_without_a_word_of_what_it_has_seen_a_start_has_seen_the_steps_below_its_own():
     """As in runs of older versions, and where the file is damaged."""
     starts = [Start(1, "a" * 8), Start(2, "b" * 8, 3)]
     commits = {step: Manifest(step, f"{step:08x}", 1, 0.0, (), start=starts[step == 3].label) for step in (1, 3, 5)}
@@ -339,7 +323,7 @@ def test_without_a_word_of_what_it_has_seen_a_start_has_seen_the_steps_below_its
         assert Line([1, 3, 5], told, commits.get).out([1, 3, 5]) == {5: commits[5].attempt}
 
 
-def test_one_file_is_no_start_without_the_other() -> None:
+def test_one_file_is_no_start_without_the_other():
     both = ["start-00000008.5f3a9c01.500.json", "start-00000008.5f3a9c01.500.seen"]
     assert [start.has_seen for start in split_starts(both)[1]] == [True]
     assert [start.has_seen for start in split_starts(both[:1])[1]] == [False]

@@ -53,7 +53,7 @@ def marked(root: Path, state: Any, step: int = 1, **check: Any) -> str | None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("name", DTYPES)
-def test_one_number_of_any_dtype_that_is_not_finite_is_found(root: Path, name: str):
+def test_one_number_of_any_dtype_that_is_not_finite_is_found(root, name):
     values = largest(name)
     assert marked(root, {"model": {"w": values, "ones": torch.ones(9)}}) is None
     step, raw = 1, values.view(torch.uint8)
@@ -70,7 +70,7 @@ def test_one_number_of_any_dtype_that_is_not_finite_is_found(root: Path, name: s
             raw[at : at + len(bits)] = before
 
 
-def test_integers_and_flags_are_no_numbers_that_could_be_infinite(root: Path):
+def test_integers_and_flags_are_no_numbers_that_could_be_infinite(root):
     bits = {
         name: torch.full((64,), -1).to(getattr(torch, name)) for name in ("int64", "int32", "int16", "int8", "uint8")
     }
@@ -78,7 +78,7 @@ def test_integers_and_flags_are_no_numbers_that_could_be_infinite(root: Path):
     assert marked(root, {"model": {**bits, "flag": torch.ones(8, dtype=torch.bool), "none": torch.empty(0)}}) is None
 
 
-def test_of_tensors_side_by_side_those_are_named_that_have_it(root: Path):
+def test_of_tensors_side_by_side_those_are_named_that_have_it(root):
     layers = {f"layer{n}": torch.ones(1000) for n in range(2000)}
     for n in (7, 1234):
         layers[f"layer{n}"][-1] = math.nan
@@ -86,34 +86,34 @@ def test_of_tensors_side_by_side_those_are_named_that_have_it(root: Path):
     assert marked(root, {"model": layers}) == "NaN or Inf in model.layer7, model.layer1234"
 
 
-def test_a_note_names_a_few_tensors_and_counts_the_others(root: Path):
+def test_a_note_names_a_few_tensors_and_counts_the_others(root):
     state = {"optimizer": {n: {"exp_avg": torch.full((4,), math.inf)} for n in range(9)}}
 
     found = "NaN or Inf in optimizer.0.exp_avg, optimizer.1.exp_avg, optimizer.2.exp_avg and 6 more"
     assert marked(root, state) == found
 
 
-def test_what_may_have_such_values_is_left_alone(root: Path):
+def test_what_may_have_such_values_is_left_alone(root):
     state = {"model": {"attn_mask": torch.full((4,), -math.inf), "w": torch.ones(4)}, "noise": torch.tensor(math.nan)}
 
     assert marked(root, state, ignore=["*.attn_mask", "noise"]) is None
     assert marked(root, state, 2, ignore="noise") == "NaN or Inf in model.attn_mask"
 
 
-def test_the_first_save_and_each_of_that_number_is_checked(root: Path):
+def test_the_first_save_and_each_of_that_number_is_checked(root):
     with open_run(root, check=NonFinite(every=3)) as ckpt:
         for step in range(10, 80, 10):
             ckpt.save({"w": torch.tensor(math.nan)}, step).result()
         assert [*ckpt.marks()] == [10, 40, 70]
 
 
-def test_without_the_check_nothing_is_marked(root: Path):
+def test_without_the_check_nothing_is_marked(root):
     with open_run(root) as ckpt:
         ckpt.save({"w": torch.tensor(math.nan)}, 1).result()
         assert ckpt.marks() == {}
 
 
-def test_the_mark_is_there_with_the_commit_so_that_a_restart_passes_over_the_step(root: Path, caplog: Any):
+def test_the_mark_is_there_with_the_commit_so_that_a_restart_passes_over_the_step(root, caplog):
     with open_run(root, check=NonFinite(), keep=1) as ckpt:
         for step, value in ((1, 1.0), (2, math.nan), (3, math.inf)):
             ckpt.save({"w": torch.full((4,), value)}, step).result()
@@ -127,7 +127,7 @@ def test_the_mark_is_there_with_the_commit_so_that_a_restart_passes_over_the_ste
     assert events == [(2, "bad"), (3, "bad")]
 
 
-def test_a_further_place_gets_the_mark_with_the_step(tmp_path: Path):
+def test_a_further_place_gets_the_mark_with_the_step(tmp_path):
     near, far = tmp_path / "near", tmp_path / "far"
     with open_run([near, far], check=NonFinite()) as ckpt:
         for step, value in ((1, 1.0), (2, math.nan)):
@@ -137,7 +137,7 @@ def test_a_further_place_gets_the_mark_with_the_step(tmp_path: Path):
             assert alone.marks() == {2: ("bad", "NaN or Inf in w")}
 
 
-def test_a_mark_that_cannot_be_put_costs_the_save_nothing(root: Path, caplog: Any, monkeypatch: Any):
+def test_a_mark_that_cannot_be_put_costs_the_save_nothing(root, caplog, monkeypatch):
     put_new = LocalStorage.put_new
 
     def refuse(own: LocalStorage, path: str, data: bytes) -> None:
@@ -158,11 +158,11 @@ def test_a_mark_that_cannot_be_put_costs_the_save_nothing(root: Path, caplog: An
         ({"ignore": 7}, TypeError, "NonFinite.ignore=…. must be a name"),
     ],
 )
-def test_a_check_that_makes_no_sense_says_what_to_give(options: dict[str, Any], error: type[Exception], says: str):
+def test_a_check_that_makes_no_sense_says_what_to_give(options, error, says):
     with pytest.raises(error, match=says):
         NonFinite(**options)
 
 
-def test_a_checkpointer_takes_no_other_check(root: Path):
+def test_a_checkpointer_takes_no_other_check(root):
     with pytest.raises(TypeError, match="check must be NonFinite"):
         AsyncCheckpointer(root, check=True)

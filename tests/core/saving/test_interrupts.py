@@ -17,7 +17,7 @@ def training(request: pytest.FixtureRequest, tmp_path: Path):
     made.ckpt.close()
 
 
-def test_interrupted_at_any_line_of_save_a_checkpointer_saves_on(training: Training) -> None:
+def test_interrupted_at_any_line_of_save_a_checkpointer_saves_on(training):
     for _ in range(2):  # what only a first save does is for the command
         training.assert_usable("before")
     files = training.interrupted_save(None).files
@@ -29,7 +29,7 @@ def test_interrupted_at_any_line_of_save_a_checkpointer_saves_on(training: Train
         training.assert_usable(interrupt.where)
 
 
-def test_interrupted_in_the_step_that_a_guard_holds_back_the_save_is_committed(tmp_path: Path) -> None:
+def test_interrupted_in_the_step_that_a_guard_holds_back_the_save_is_committed(tmp_path):
     training = Training(tmp_path, guarded=True)
     with training.ckpt:
         training.assert_usable("before")

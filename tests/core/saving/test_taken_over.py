@@ -7,14 +7,13 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from children import Nursery
 from frozen import Adapted, train
 from states import open_run
 
@@ -327,7 +326,7 @@ def rolled_back(ckpt: AsyncCheckpointer, model: Adapted) -> int:
     ],
     ids=["restore", "rollback", "retire", "overwrite", "off"],
 )
-def test_such_a_save_is_whole(tmp_path, model, how: Callable[[AsyncCheckpointer, Adapted], int]):
+def test_such_a_save_is_whole(tmp_path, model, how):
     with open_run(tmp_path, on_rollback="retire") as ckpt:
         for step in (1, 2):
             save(ckpt, model, step)
@@ -428,7 +427,7 @@ with open_run(sys.argv[1]) as ckpt:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-def test_a_process_that_is_killed_between_saves_leaves_whole_steps(tmp_path, nursery: Nursery):
+def test_a_process_that_is_killed_between_saves_leaves_whole_steps(tmp_path, nursery):
     root = tmp_path / "run"
     assert nursery.run(KILLED, str(root)).status == -signal.SIGKILL
     model = Adapted()

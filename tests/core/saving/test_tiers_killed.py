@@ -6,11 +6,9 @@ import random
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-from children import Nursery
 from slices import some
 from states import assert_is_state, open_run, state_at
 
@@ -42,9 +40,7 @@ def newest(places: list[Any]) -> int:
 
 
 @pytest.mark.parametrize("seed", some(range(200), 20))
-def test_what_was_said_to_be_durable_or_committed_is_restored(
-    nursery: Nursery, quick_path: Path, tmp_path: Path, seed: int
-) -> None:
+def test_what_was_said_to_be_durable_or_committed_is_restored(nursery, quick_path, tmp_path, seed):
     dice, memory, disk = random.Random(seed), quick_path / "run", tmp_path / "run"
     compression = "zstd" if seed % 2 else ""
     for _ in range(2):  # and then the next start

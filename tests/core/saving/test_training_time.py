@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import signal
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
-from children import Nursery
 from clocked_training import ClockedTraining
 from states import open_run, state_at
 
@@ -158,9 +156,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_training_has_told_how_far_it_came_and_what_is_above_its_save_is_done_again(
-    tmp_path: Path, nursery: Nursery
-) -> None:
+def test_a_killed_training_has_told_how_far_it_came_and_what_is_above_its_save_is_done_again(tmp_path, nursery):
     for _ in range(2):
         assert nursery.run(KILLED, tmp_path).status == -signal.SIGKILL
     with open_run(tmp_path) as ckpt:

@@ -393,9 +393,7 @@ def test_driver_state_that_cannot_stand_beside_the_state_is_refused(tmp_path, tr
 
 
 @pytest.mark.parametrize("how", [{"select": "ref"}, {"strict": False}], ids=str)
-def test_what_was_restored_in_part_is_not_as_it_was_saved_last(
-    how: dict[str, Any], training: Training, tmp_path: Path
-) -> None:
+def test_what_was_restored_in_part_is_not_as_it_was_saved_last(how, training, tmp_path):
     with AsyncCheckpointer(tmp_path) as ckpt:
         save(ckpt, training, 1, unchanged=())
         with torch.no_grad():
@@ -406,7 +404,7 @@ def test_what_was_restored_in_part_is_not_as_it_was_saved_last(
             save(ckpt, training, 3)
 
 
-def test_a_name_that_matches_nothing_is_told_with_what_is_borrowed(training: Training, tmp_path: Path) -> None:
+def test_a_name_that_matches_nothing_is_told_with_what_is_borrowed(training, tmp_path):
     with AsyncCheckpointer(tmp_path) as ckpt:
         for step in (1, 2):
             save(ckpt, training, step)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,7 +212,7 @@ def test_a_one_off_save_has_no_commit_before_it(tmp_path):
     assert "unchanged_groups" not in report.as_dict()
 
 
-def test_entries_of_each_rank_must_be_in_the_state(tmp_path: Path) -> None:
+def test_entries_of_each_rank_must_be_in_the_state(tmp_path):
     with open_run(tmp_path) as ckpt:
         ckpt.save({"loader": {"at": 5}, "w": torch.ones(3)}, step=1, per_rank={"loader"}).result()
         assert ckpt.load(1)["loader"] == {"at": 5}

@@ -34,7 +34,7 @@ def block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 @settings(max_examples=examples(600))
 @given(st.data())
-def test_each_element_is_taken_once_from_the_first_box_that_has_it(data: st.DataObject):
+def test_each_element_is_taken_once_from_the_first_box_that_has_it(data):
     shape = data.draw(shapes)
     boxes = data.draw(st.lists(boxes_in(shape), max_size=6))
     first = torch.full(shape, -1)
@@ -73,7 +73,7 @@ def test_a_grid_of_many_boxes_is_covered_quickly():
 
 @settings(max_examples=examples(600))
 @given(st.data())
-def test_a_box_is_copied_byte_by_byte_to_where_it_belongs(data: st.DataObject):
+def test_a_box_is_copied_byte_by_byte_to_where_it_belongs(data):
     """Also in pieces, as reads of a file cut it."""
     shape, item_bytes = data.draw(shapes), data.draw(st.sampled_from([1, 4]))
     source, target = data.draw(boxes_in(shape, least=1)), data.draw(boxes_in(shape, least=1))
@@ -107,7 +107,7 @@ def test_a_box_is_copied_byte_by_byte_to_where_it_belongs(data: st.DataObject):
     ],
     ids=["whole", "rows", "columns", "cut twice"],
 )
-def test_what_is_regular_is_one_run_that_repeats(source: Box, target: Box, num_runs: int):
+def test_what_is_regular_is_one_run_that_repeats(source, target, num_runs):
     box = source.common(target)
     assert box is not None
 

@@ -67,7 +67,7 @@ def times_written(shape: tuple[int, ...], name: str, by_rank: list[dict[str, tup
     [(2, 1), (3, 1), (8, 1), (64, 1), (1, 2), (1, 8), (1, 48), (1, 64), (2, 4), (3, 8), (16, 8)],
     ids=lambda n: str(n),
 )
-def test_the_largest_writer_of_a_llama_has_at_most_a_tenth_more_than_the_mean(data: int, shards: int):
+def test_the_largest_writer_of_a_llama_has_at_most_a_tenth_more_than_the_mean(data, shards):
     mesh = Mesh.of((data, shards), range(data * shards))
 
     @functools.cache
@@ -88,7 +88,7 @@ def test_the_largest_writer_of_a_llama_has_at_most_a_tenth_more_than_the_mean(da
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_element_is_written_once_whatever_the_shapes(seed: int):
+def test_each_element_is_written_once_whatever_the_shapes(seed):
     draw = random.Random(seed)
     world = draw.choice([2, 3, 5, 8])
     shapes = {}
@@ -207,7 +207,7 @@ def test_small_whole_tensors_are_written_by_every_rank_up_to_16_mib_in_all():
 
 
 @pytest.mark.parametrize("num_items", [8, 1])
-def test_small_replicated_dtensors_are_shared_out_and_not_written_by_every_rank(num_items: int):
+def test_small_replicated_dtensors_are_shared_out_and_not_written_by_every_rank(num_items):
     mesh = Mesh.of((2,), (0, 1))
 
     by_rank = [

@@ -72,9 +72,7 @@ def with_spec(
 
 
 @pytest.mark.parametrize(("dp", "tp", "sizes"), [(3, 2, [1, 7, 13, 19]), (3, 4, [5, 27])], ids=["3 x 2", "3 x 4"])
-def test_fully_shard_over_tensor_parallelism_is_cut_from_the_right_whatever_the_size(
-    dp: int, tp: int, sizes: list[int]
-):
+def test_fully_shard_over_tensor_parallelism_is_cut_from_the_right_whatever_the_size(dp, tp, sizes):
     """At dp 3 x tp 4 and size 27 shapes fit both ways on some ranks, and only one way has the right bytes."""
     tally, shape = Tally(), {"dp": dp, "tp": tp}
 
@@ -108,7 +106,7 @@ def test_fully_shard_over_expert_and_tensor_parallelism_comes_after_both():
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (3, 2), (2, 2, 2)], ids=str)
-def test_dtensors_are_cut_as_distribute_tensor_cuts_them(mesh_shape: tuple[int, ...]):
+def test_dtensors_are_cut_as_distribute_tensor_cuts_them(mesh_shape):
     tally, placed = Tally(), all_placements(mesh_shape)
     few = placed if len(placed) < 50 else placed[::5]
 
@@ -277,9 +275,7 @@ def test_split_factors_are_runs_where_torch_says_that_they_are_no_order():
     assert cuts_of([(0, 2), (0, 1)], (3, 2), order={}) == (Cut(0, 0, 2), Cut(0, 1))
 
 
-def test_packed_parallelism_under_a_fully_shard_that_does_not_count_it_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_packed_parallelism_under_a_fully_shard_that_does_not_count_it_is_refused(monkeypatch):
     """As in torch 2.10 and 2.11, whose fully_shard then puts a plain Shard first, though it cuts last."""
 
     def num_shards_map(spec: DTensorSpec) -> list[int]:
@@ -334,7 +330,7 @@ def test_a_placement_that_is_not_known_is_refused_by_name():
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("local", [(3, 2), (4, 1), (0, 2)])
-def test_a_local_shape_that_the_placements_do_not_give_is_refused_by_name(local: tuple[int, ...]):
+def test_a_local_shape_that_the_placements_do_not_give_is_refused_by_name(local):
     tensor = on_mesh([Shard(0)], torch.ones(local), (4, 2))
 
     with pytest.raises(
@@ -356,7 +352,7 @@ def test_a_cut_of_a_dimension_that_the_tensor_does_not_have_is_refused_by_name()
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
-def test_a_plain_tensor_is_one_rectangle(shape: tuple[int, ...]):
+def test_a_plain_tensor_is_one_rectangle(shape):
     tensor = numbered(shape)
 
     sliced = Slicer().slice(tensor, name="t")
@@ -424,7 +420,7 @@ def test_what_is_known_of_a_tensor_is_remembered_and_its_local_shape_still_looke
 
 @OF_FSDP1
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 12])
-def test_fsdp1_shards_are_where_their_metadata_says(size: int):
+def test_fsdp1_shards_are_where_their_metadata_says(size):
     counts = torch.zeros(size, 3)
     for rank in range(3):
         with standing_at(rank, 3):
@@ -493,7 +489,7 @@ def test_a_tensor_that_declares_its_slices_is_believed():
         ({"local_sizes": ((2, 4),)}, "it declares 2 global offsets, 2 local ones and 1 sizes"),
     ],
 )
-def test_slices_that_contradict_their_tensor_are_refused_by_name(changed: dict[str, Any], told: str):
+def test_slices_that_contradict_their_tensor_are_refused_by_name(changed, told):
     with pytest.raises(UnsupportedStateError, match=f"^experts.w: .*{told}"):
         Slicer().slice(declared(**changed), name="experts.w")
 
@@ -545,7 +541,7 @@ def test_what_megatron_has_as_fields_may_be_properties():
 
 
 @pytest.mark.parametrize(("replica", "is_copy"), [(0, False), (1, True), ((0, 0, 0), False), ((0, 1, 0), True)])
-def test_megatrons_copies_are_written_by_another_rank(replica: Any, is_copy: bool):
+def test_megatrons_copies_are_written_by_another_rank(replica, is_copy):
     sharded = Megatron(torch.ones(4), (4,), (4,), (0,), replica_id=replica)
 
     assert Slicer().slice(sharded, name="w").slices.is_copy is is_copy
@@ -584,7 +580,7 @@ def test_flat_ranges_are_in_the_order_of_the_elements():
         ({"global_offset": (5,)}, r"is not inside the global shape \(8,\)"),
     ],
 )
-def test_megatrons_tensors_that_do_not_hold_together_are_refused_by_name(changed: dict[str, Any], told: str):
+def test_megatrons_tensors_that_do_not_hold_together_are_refused_by_name(changed, told):
     facts: dict[str, Any] = {
         "data": torch.ones(4),
         "local_shape": (4,),
@@ -597,5 +593,5 @@ def test_megatrons_tensors_that_do_not_hold_together_are_refused_by_name(changed
 
 
 @pytest.mark.parametrize("value", [3, "text", None, SimpleNamespace(key=1, data=None)])
-def test_other_leaves_are_no_sharded_tensors(value: Any):
+def test_other_leaves_are_no_sharded_tensors(value):
     assert not is_sharded(value)

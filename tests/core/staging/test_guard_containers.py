@@ -73,7 +73,7 @@ STEPPED = {
 
 @pytest.mark.parametrize("several", [False, True], ids=["one for each part", "several"])
 @pytest.mark.parametrize("who", STEPPED)
-def test_whichever_is_stepped_waits_and_the_old_values_are_saved(held: Held, who: str, several: bool):
+def test_whichever_is_stepped_waits_and_the_old_values_are_saved(held, who, several):
     parts, container = made(several=several)
     state = {"model": nn.ModuleList(parts), "optimizer": container}
     want = {name: value.clone() for name, value in container.state_dict().items() if torch.is_tensor(value)}
@@ -111,7 +111,7 @@ def test_nothing_of_a_capturable_optimizer_inside_is_copied_later():
     assert sorted(deferrable(unwrapped(container), tensors)) == [0]
 
 
-def test_the_hooks_of_a_container_are_called_and_that_of_the_guard_once_for_each(tmp_path: Path):
+def test_the_hooks_of_a_container_are_called_and_that_of_the_guard_once_for_each(tmp_path):
     _, container = made()
     called: list[str] = []
     container.register_step_pre_hook(lambda *_: called.append("container"))
@@ -128,7 +128,7 @@ def test_the_hooks_of_a_container_are_called_and_that_of_the_guard_once_for_each
 
 
 @pytest.mark.parametrize("wrap", [Wrapper, lambda one: Wrapper(Wrapper(one)), lambda one: [one]])
-def test_the_optimizers_inside_of_a_wrapped_container_are_found(held: Held, wrap: Any):
+def test_the_optimizers_inside_of_a_wrapped_container_are_found(held, wrap):
     parts, container = made()
     held.ckpt.save({"model": nn.ModuleList(parts)}, 1, guard=wrap(container))
     held.gate.wait_reached()
@@ -138,7 +138,7 @@ def test_the_optimizers_inside_of_a_wrapped_container_are_found(held: Held, wrap
     stepping.outcome()
 
 
-def test_the_optimizer_inside_of_the_named_one_of_torch_is_guarded(held: Held):
+def test_the_optimizer_inside_of_the_named_one_of_torch_is_guarded(held):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what else lies beside it
         from torch.distributed.optim.named_optimizer import _NamedOptimizer
@@ -170,7 +170,7 @@ class Around(torch.optim.Optimizer):
         self.base.step()
 
 
-def test_an_optimizer_that_changes_parameters_itself_around_another_is_held_before_it_does(held: Held):
+def test_an_optimizer_that_changes_parameters_itself_around_another_is_held_before_it_does(held):
     model = part()
     optimizer = Around(torch.optim.SGD(with_gradients(model), lr=1.0))
     want = model["layer"].weight.detach().clone()
@@ -190,7 +190,7 @@ class Uninitialised(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None: ...
 
 
-def test_what_has_no_hooks_and_holds_no_optimizer_is_refused(tmp_path: Path):
+def test_what_has_no_hooks_and_holds_no_optimizer_is_refused(tmp_path):
     with pytest.raises(TypeError, match="guard must be a torch optimizer"):
         AsyncCheckpointer(tmp_path, guard=Uninitialised())
 

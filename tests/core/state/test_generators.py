@@ -82,7 +82,7 @@ KINDS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("num_drawn", [0, 1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_live_generator_goes_on_where_the_saved_one_was(kind: str, num_drawn: int, tmp_path: Path) -> None:
+def test_a_live_generator_goes_on_where_the_saved_one_was(kind, num_drawn, tmp_path):
     make, draw = KINDS[kind]
     saved, live = make(1), make(2)
     for _ in range(num_drawn):
@@ -99,7 +99,7 @@ def test_a_live_generator_goes_on_where_the_saved_one_was(kind: str, num_drawn: 
     assert [draw(loaded), draw(loaded)] == expected
 
 
-def test_a_loader_resumes_the_order_of_its_own_generator(tmp_path: Path) -> None:
+def test_a_loader_resumes_the_order_of_its_own_generator(tmp_path):
     def orders(root: Path, until: int) -> list[Any]:
         generator = torch.Generator().manual_seed(7)
         loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=8, shuffle=True, generator=generator)
@@ -123,7 +123,7 @@ def _own_generators() -> Any:
 
 
 @pytest.mark.usefixtures("_own_generators")
-def test_the_generators_of_the_process_itself_are_set(ckpt: AsyncCheckpointer) -> None:
+def test_the_generators_of_the_process_itself_are_set(ckpt):
     state = {"torch": torch.default_generator, "numpy": np.random.mtrand._rand, "python": random._inst}
     ckpt.save(state, 1).result()
     expected = torch.rand(1).item(), np.random.rand(), random.random()
@@ -132,9 +132,7 @@ def test_the_generators_of_the_process_itself_are_set(ckpt: AsyncCheckpointer) -
 
 
 @pytest.mark.parametrize("kind", ["torch", "python", "PCG64", "bits of Philox", "RandomState"])
-def test_a_generator_that_was_pickled_still_sets_the_live_one(
-    kind: str, ckpt: AsyncCheckpointer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_generator_that_was_pickled_still_sets_the_live_one(kind, ckpt, monkeypatch):
     make, draw = KINDS[kind]
     saved, live = make(1), make(2)
     draw(saved)
@@ -149,7 +147,7 @@ def test_a_generator_that_was_pickled_still_sets_the_live_one(
     assert draw(live) == draw(saved)
 
 
-def test_a_generator_with_a_state_of_its_own_class_is_pickled_and_set(ckpt: AsyncCheckpointer) -> None:
+def test_a_generator_with_a_state_of_its_own_class_is_pickled_and_set(ckpt):
     saved, live = Counting(1), Counting(2)
     saved.random()
     state = restored(ckpt, {"g": saved}, {"g": live}, trust=True)
@@ -171,7 +169,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_generator_of_another_kind_is_refused_before_anything_is_set(kind: str, ckpt: AsyncCheckpointer) -> None:
+def test_a_generator_of_another_kind_is_refused_before_anything_is_set(kind, ckpt):
     saved, live, text = REFUSED[kind]
     ckpt.save({"first": torch.ones(1), "g": saved}, 1).result()
     state = {"first": torch.zeros(1), "g": live}
@@ -181,12 +179,12 @@ def test_a_generator_of_another_kind_is_refused_before_anything_is_set(kind: str
     assert state["g"] is live
 
 
-def test_the_systems_generator_is_refused_when_it_is_saved(ckpt: AsyncCheckpointer) -> None:
+def test_the_systems_generator_is_refused_when_it_is_saved(ckpt):
     with pytest.raises(UnsupportedStateError, match=r"g: a SystemRandom cannot be pickled .*leave it out"):
         ckpt.save({"g": random.SystemRandom()}, 1)
 
 
-def test_a_generator_of_a_device_that_is_not_here_is_loaded_as_its_state() -> None:
+def test_a_generator_of_a_device_that_is_not_here_is_loaded_as_its_state():
     node = {"generator": ["torch", base64.b64encode(bytes(16)).decode(), "xpu:1"]}
     value, _ = tree.decode(node)
     loaded = tree.replaced(value, lambda leaf: leaf)
@@ -194,7 +192,7 @@ def test_a_generator_of_a_device_that_is_not_here_is_loaded_as_its_state() -> No
     assert "torch.Generator of xpu" in repr(value)
 
 
-def test_a_snapshot_has_the_generators_of_its_instant(tmp_path: Path) -> None:
+def test_a_snapshot_has_the_generators_of_its_instant(tmp_path):
     state = {"t": torch.Generator().manual_seed(3), "n": np.random.default_rng(3)}
     with async_ckpt.snapshot(state) as snap:
         expected = torch.rand(1, generator=state["t"]).item(), state["n"].random()
@@ -204,7 +202,7 @@ def test_a_snapshot_has_the_generators_of_its_instant(tmp_path: Path) -> None:
     assert (torch.rand(1, generator=loaded["t"]).item(), loaded["n"].random()) == expected
 
 
-def test_what_is_shown_of_a_generator_tells_states_apart(tmp_path: Path) -> None:
+def test_what_is_shown_of_a_generator_tells_states_apart(tmp_path):
     shown = []
     for seed in (1, 1, 2):
         async_ckpt.save({"g": random.Random(seed)}, tmp_path / "x.tar").result()
@@ -249,6 +247,6 @@ HOSTILE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_forged_state_is_refused(kind: str) -> None:
+def test_a_forged_state_is_refused(kind):
     with pytest.raises(ValueError):  # noqa: PT011
         tree.decode(HOSTILE[kind])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +31,7 @@ def draw_on_devices() -> list[Any]:
 
 
 @pytest.mark.parametrize(("keys", "restores"), TRAINERS, ids=lambda value: getattr(value, "__name__", value))
-def test_a_trainer_restores_its_devices(archive: Path, keys: Any, restores: Callable[[dict[str, Any]], None]) -> None:
+def test_a_trainer_restores_its_devices(archive, keys, restores):
     async_ckpt.save({"rng": RngState(keys)}, archive).result()
     first = draw_on_devices()
     every = keys == "open-instruct"
@@ -46,7 +44,7 @@ def test_a_trainer_restores_its_devices(archive: Path, keys: Any, restores: Call
     assert (again == first) is (every or torch.cuda.device_count() == 1)
 
 
-def test_a_generator_of_a_device_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_generator_of_a_device_goes_on_where_it_was(tmp_path):
     saved, live = (torch.Generator("cuda").manual_seed(seed) for seed in (1, 2))
     torch.rand(5, generator=saved, device="cuda")
     with AsyncCheckpointer(tmp_path) as ckpt:
@@ -66,7 +64,7 @@ def test_a_generator_of_a_device_goes_on_where_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keys", NAMES)
 @pytest.mark.parametrize("map_location", [None, "cuda"])
-def test_we_restore_the_devices_of_every_key_set(archive: Path, keys: Any, map_location: str | None) -> None:
+def test_we_restore_the_devices_of_every_key_set(archive, keys, map_location):
     async_ckpt.save({"rng": RngState(keys)}, archive).result()
     first = draw_on_devices()
 
@@ -76,7 +74,7 @@ def test_we_restore_the_devices_of_every_key_set(archive: Path, keys: Any, map_l
     assert draw_on_devices()[current] == first[current]
 
 
-def test_a_state_of_more_devices_sets_those_that_are_here() -> None:
+def test_a_state_of_more_devices_sets_those_that_are_here():
     state = RngState().state_dict()
     first = draw_on_devices()
     state["cuda"] += [torch.zeros_like(state["cuda"][0])]
@@ -88,7 +86,7 @@ def test_a_state_of_more_devices_sets_those_that_are_here() -> None:
     assert draw_on_devices() == first
 
 
-def test_a_broken_state_of_a_device_changes_no_generator() -> None:
+def test_a_broken_state_of_a_device_changes_no_generator():
     state = RngState("skyrl").state_dict()
     draw_on_devices()
     now = RngState().state_dict()

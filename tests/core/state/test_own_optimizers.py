@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,7 +88,7 @@ def copy_weights(one: Trainee, other: Trainee) -> None:
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [0, 3], ids=["fresh", "trained"])
-def test_a_container_gets_back_what_it_gave(tmp_path: Path, kind: str, beside: str, steps: int):
+def test_a_container_gets_back_what_it_gave(tmp_path, kind, beside, steps):
     before, live = Trainee(0, **KINDS[kind]), Trainee(1, steps=steps, **KINDS[kind])
     with open_run(tmp_path) as ckpt:
         ckpt.save({**BESIDE[beside](before), "optimizer": before.optimizer}, 1).result()
@@ -99,7 +98,7 @@ def test_a_container_gets_back_what_it_gave(tmp_path: Path, kind: str, beside: s
     assert_goes_on_alike(before, live)
 
 
-def test_what_a_container_gave_is_handed_to_it_as_it_was_saved(tmp_path: Path):
+def test_what_a_container_gave_is_handed_to_it_as_it_was_saved(tmp_path):
     told = []
 
     class Telling(Container):
@@ -115,7 +114,7 @@ def test_what_a_container_gave_is_handed_to_it_as_it_was_saved(tmp_path: Path):
     assert difference(told[0], before.optimizer.state_dict()) is None
 
 
-def test_schedulers_with_a_state_of_their_own_come_back_with_their_container(tmp_path: Path):
+def test_schedulers_with_a_state_of_their_own_come_back_with_their_container(tmp_path):
     before, live = Trainee(0, several=True), Trainee(1, several=True)
     schedules = [Schedulers(one.optimizer) for one in (before, live)]
     for _ in range(3):
@@ -197,9 +196,7 @@ LIVE: dict[str, Any] = {
 @pytest.mark.parametrize("groups", [False, True], ids=["one group", "two groups"])
 @pytest.mark.parametrize("into", LIVE)
 @pytest.mark.parametrize("saved", SAVED)
-def test_a_state_of_another_form_is_taken_where_names_or_numbers_say_what_is_meant(
-    tmp_path: Path, saved: str, into: str, groups: bool
-):
+def test_a_state_of_another_form_is_taken_where_names_or_numbers_say_what_is_meant(tmp_path, saved, into, groups):
     kind, state_of = SAVED[saved]
     before, live = Trainee(0, kind=kind, groups=groups), Trainee(1, kind=LIVE[into], groups=groups)
     with open_run(tmp_path) as ckpt:
@@ -237,7 +234,7 @@ class Silent(Lazy):
 
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("into", [plain, Silent], ids=["plain", "a container"])
-def test_names_are_found_in_modules_that_something_beside_it_holds(tmp_path: Path, saved: str, into: Any):
+def test_names_are_found_in_modules_that_something_beside_it_holds(tmp_path, saved, into):
     kind, state_of = SAVED[saved]
     before, live = Trainee(0, kind=kind), Trainee(1, kind=into)
     async_ckpt.save({"model": Parts(*before.parts), "optimizer": state_of(before)}, tmp_path / "x.tar").result()
@@ -245,7 +242,7 @@ def test_names_are_found_in_modules_that_something_beside_it_holds(tmp_path: Pat
     assert_goes_on_alike(before, live)
 
 
-def test_one_name_for_several_parameters_is_refused(tmp_path: Path):
+def test_one_name_for_several_parameters_is_refused(tmp_path):
     before = nn.Linear(3, 3)
     actor, critic = nn.Linear(3, 3), nn.Linear(3, 3)
     optimizer = torch.optim.AdamW([actor.weight, critic.weight])
@@ -256,7 +253,7 @@ def test_one_name_for_several_parameters_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("saved", [name for name in SAVED if name != "numbered"])
-def test_an_optimizer_with_named_parameters_needs_no_module_beside_it(tmp_path: Path, saved: str):
+def test_an_optimizer_with_named_parameters_needs_no_module_beside_it(tmp_path, saved):
     kind, state_of = SAVED[saved]
     before, live = Trainee(0, kind=kind), Trainee(1, kind=plain, named=True)
     async_ckpt.save({"optimizer": state_of(before)}, tmp_path / "x.tar").result()
@@ -266,7 +263,7 @@ def test_an_optimizer_with_named_parameters_needs_no_module_beside_it(tmp_path: 
 
 
 @pytest.mark.parametrize("into", ["flat", "nested"])
-def test_numbers_are_not_taken_by_the_order_of_other_groups(tmp_path: Path, into: str):
+def test_numbers_are_not_taken_by_the_order_of_other_groups(tmp_path, into):
     """A bias and another bias are alike in shape: what is not certain is refused."""
     before, live = Trainee(0, kind=plain), Trainee(1, kind=LIVE[into], groups=True)
     async_ckpt.save({"optimizer": before.optimizer}, tmp_path / "x.tar").result()
@@ -276,7 +273,7 @@ def test_numbers_are_not_taken_by_the_order_of_other_groups(tmp_path: Path, into
     assert difference(live.inner, was) is None
 
 
-def test_numbers_with_names_are_taken_by_the_names(tmp_path: Path):
+def test_numbers_with_names_are_taken_by_the_names(tmp_path):
     before, live = Trainee(0, kind=plain, named=True), Trainee(1, groups=True)
     with open_run(tmp_path) as ckpt:
         ckpt.save({"model": before.parts[0], "optimizer": before.optimizer}, 1).result()
@@ -287,7 +284,7 @@ def test_numbers_with_names_are_taken_by_the_names(tmp_path: Path):
     assert difference(dict(zip(names, live.inner, strict=True)), {name: want[name] for name in names}) is None
 
 
-def test_a_state_of_numbers_of_another_kind_of_optimizer_is_refused(tmp_path: Path):
+def test_a_state_of_numbers_of_another_kind_of_optimizer_is_refused(tmp_path):
     before = Trainee(0, kind=plain, make=lambda groups: torch.optim.SGD(groups, momentum=0.9))
     live = Trainee(1)
     async_ckpt.save({"optimizer": before.optimizer}, tmp_path / "x.tar").result()
@@ -295,7 +292,7 @@ def test_a_state_of_numbers_of_another_kind_of_optimizer_is_refused(tmp_path: Pa
         restore({"optimizer": live.optimizer}, tmp_path / "x.tar")
 
 
-def test_numbers_where_nobody_knows_a_name_are_refused_with_what_to_do(tmp_path: Path):
+def test_numbers_where_nobody_knows_a_name_are_refused_with_what_to_do(tmp_path):
     class Nameless(Lazy):
         """Knows names, and does not tell."""
 
@@ -349,7 +346,7 @@ def of_class(cls: Any) -> Any:
 
 @pytest.mark.parametrize("cls", [OnlyLoads, OnlyGives, OnlyGivesMore])
 @pytest.mark.parametrize("of", ["its own", "torch's", "torch's, flat"])
-def test_an_optimizer_that_overrides_one_method_gets_what_it_takes(tmp_path: Path, cls: Any, of: str):
+def test_an_optimizer_that_overrides_one_method_gets_what_it_takes(tmp_path, cls, of):
     kind = of_class(cls)
     before = Trainee(0, kind=kind if of == "its own" else of_class(torch.optim.AdamW))
     live = Trainee(1, kind=kind)
@@ -360,7 +357,7 @@ def test_an_optimizer_that_overrides_one_method_gets_what_it_takes(tmp_path: Pat
     assert_goes_on_alike(before, live)
 
 
-def test_methods_that_an_optimizer_has_of_its_own_are_called_as_those_of_a_class_are(tmp_path: Path):
+def test_methods_that_an_optimizer_has_of_its_own_are_called_as_those_of_a_class_are(tmp_path):
     def make(seed: int) -> Trainee:
         one = Trainee(seed, kind=plain, named=True)
         optimizer = one.optimizer
@@ -382,7 +379,7 @@ def test_methods_that_an_optimizer_has_of_its_own_are_called_as_those_of_a_class
     assert_goes_on_alike(before, live)
 
 
-def test_hooks_that_make_names_of_numbers_and_numbers_of_names_get_what_they_gave(tmp_path: Path):
+def test_hooks_that_make_names_of_numbers_and_numbers_of_names_get_what_they_gave(tmp_path):
     def make(seed: int) -> Trainee:
         one = Trainee(seed, kind=plain, named=True)
         optimizer = one.optimizer
@@ -408,7 +405,7 @@ def test_hooks_that_make_names_of_numbers_and_numbers_of_names_get_what_they_gav
     assert_goes_on_alike(before, live)
 
 
-def test_the_named_optimizer_of_torch_gets_back_what_it_gave(tmp_path: Path):
+def test_the_named_optimizer_of_torch_gets_back_what_it_gave(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what else lies beside it
         from torch.distributed.optim.named_optimizer import _NamedOptimizer
@@ -438,9 +435,7 @@ def accelerator() -> Any:
 
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("into", ["flat", "plain"])
-def test_what_accelerate_has_wrapped_takes_what_is_inside_of_it_takes(
-    tmp_path: Path, accelerator: Any, saved: str, into: str
-):
+def test_what_accelerate_has_wrapped_takes_what_is_inside_of_it_takes(tmp_path, accelerator, saved, into):
     def prepared(*parts: nn.Module) -> Any:
         return accelerator.prepare(LIVE[into](*parts))
 
@@ -478,7 +473,7 @@ class Refusing(OfNobody):
 
 
 @pytest.mark.parametrize("cls", [OfNobody, Refusing])
-def test_a_state_that_nobody_else_understands_is_handed_back(tmp_path: Path, cls: Any):
+def test_a_state_that_nobody_else_understands_is_handed_back(tmp_path, cls):
     before, live = Trainee(0, kind=of_class(cls)), Trainee(1, kind=of_class(cls))
     with open_run(tmp_path) as ckpt:
         ckpt.save({"model": before.parts[0], "optimizer": before.optimizer}, 1).result()
@@ -487,7 +482,7 @@ def test_a_state_that_nobody_else_understands_is_handed_back(tmp_path: Path, cls
     assert_goes_on_alike(before, live)
 
 
-def test_groups_that_a_container_puts_together_are_all_saved(tmp_path: Path):
+def test_groups_that_a_container_puts_together_are_all_saved(tmp_path):
     class Together(Container):
         def state_dict(self) -> dict[str, Any]:
             super().state_dict()
@@ -507,7 +502,7 @@ def test_groups_that_a_container_puts_together_are_all_saved(tmp_path: Path):
 
 @pytest.mark.parametrize("by", ["folder of torch", "writer"])
 @pytest.mark.parametrize("kind", ["one optimizer", "two parts, several optimizers"])
-def test_what_torch_has_written_of_a_container_goes_back_into_it(tmp_path: Path, kind: str, by: str):
+def test_what_torch_has_written_of_a_container_goes_back_into_it(tmp_path, kind, by):
     before, live = Trainee(0, **KINDS[kind]), Trainee(1, **KINDS[kind])
     state = {"model": Parts(*before.parts), "optimizer": before.optimizer}
     there = tmp_path / "step_00000001"
@@ -519,7 +514,7 @@ def test_what_torch_has_written_of_a_container_goes_back_into_it(tmp_path: Path,
     assert_goes_on_alike(before, live)
 
 
-def test_a_parameter_whose_state_is_nested_comes_back_from_flat_names(tmp_path: Path):
+def test_a_parameter_whose_state_is_nested_comes_back_from_flat_names(tmp_path):
     """As a container flattens it: `state.<name>.<key>.<key>`."""
     before = Trainee(0, kind=plain, named=True)
     flat = flat_state(before.optimizer)

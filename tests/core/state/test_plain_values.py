@@ -68,19 +68,19 @@ def one_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(state=st.lists(values | containers, max_size=8))
-def test_any_plain_value_comes_back_without_a_pickle(state: Any, one_path: Path) -> None:
+def test_any_plain_value_comes_back_without_a_pickle(state, one_path):
     assert difference(round_trip(state, one_path), state) is None
     assert "objects.pt" not in [name for name, _ in read_index(one_path)["members"]]
 
 
-def test_memory_formats_come_back_without_a_pickle(archive: Path) -> None:
+def test_memory_formats_come_back_without_a_pickle(archive):
     state = [torch.contiguous_format, torch.channels_last, torch.channels_last_3d, torch.preserve_format]
     loaded = round_trip(state, archive)
     assert all(a is b for a, b in zip(loaded, state, strict=True))
     assert "objects.pt" not in [name for name, _ in read_index(archive)["members"]]
 
 
-def test_a_set_has_one_skeleton_in_whatever_order_its_items_are_met(tmp_path: Path) -> None:
+def test_a_set_has_one_skeleton_in_whatever_order_its_items_are_met(tmp_path):
     """Text hashes to something else in every process; these two numbers to the same place of a set."""
     one, other = {0, 8}, {8, 0}
     assert list(one) != list(other)
@@ -89,13 +89,13 @@ def test_a_set_has_one_skeleton_in_whatever_order_its_items_are_met(tmp_path: Pa
     assert read_index(tmp_path / "1")["skeleton"] == read_index(tmp_path / "2")["skeleton"]
 
 
-def test_a_set_of_what_is_not_plain_is_pickled_as_a_whole(archive: Path) -> None:
+def test_a_set_of_what_is_not_plain_is_pickled_as_a_whole(archive):
     state = {"s": {1, Shade.DARK}}
     assert round_trip(state, archive, trust=True) == state
     assert "objects.pt" in [name for name, _ in read_index(archive)["members"]]
 
 
-def test_tensors_in_a_deque_are_tensors_of_the_archive(archive: Path) -> None:
+def test_tensors_in_a_deque_are_tensors_of_the_archive(archive):
     state = {"window": deque([torch.ones(2), {"loss": torch.zeros(1)}], maxlen=8)}
     loaded = round_trip(state, archive)
     assert difference(loaded, state) is None
@@ -103,7 +103,7 @@ def test_tensors_in_a_deque_are_tensors_of_the_archive(archive: Path) -> None:
     assert list(async_ckpt.load(archive, select="window.1")["window"][0]) == ["loss"]
 
 
-def test_a_path_of_the_other_kind_of_system_comes_back_as_its_words(archive: Path) -> None:
+def test_a_path_of_the_other_kind_of_system_comes_back_as_its_words(archive):
     """`WindowsPath` cannot be made on Linux, nor `PosixPath` on Windows."""
     other = ("WindowsPath", PureWindowsPath) if sys.platform != "win32" else ("PosixPath", PurePosixPath)
     async_ckpt.save({"path": Path("a/b")}, archive).result()
@@ -113,7 +113,7 @@ def test_a_path_of_the_other_kind_of_system_comes_back_as_its_words(archive: Pat
     assert loaded == other[1]("a/b")
 
 
-def test_decimals_are_read_whatever_the_context_of_the_reader(archive: Path) -> None:
+def test_decimals_are_read_whatever_the_context_of_the_reader(archive):
     """One without traps would take what is no number for NaN."""
     state = {"w": 1, "n": Decimal("1." + "1" * 100)}
     async_ckpt.save(state, archive).result()
@@ -154,12 +154,12 @@ ENUMS = {"a": Shade.DARK, "b": [Shade.PAIR, Level.LOW], "c": (Word.YES,), "d": B
 ENUM_CLASSES = [Shade, Level, Word, Bits]
 
 
-def test_a_member_of_an_enum_loads_as_its_value(archive: Path) -> None:
+def test_a_member_of_an_enum_loads_as_its_value(archive):
     plain = {"a": "dark", "b": [(1, "x"), 1], "c": ("yes",), "d": 3, "e": 0}
     assert difference(round_trip(ENUMS, archive), plain) is None
 
 
-def test_a_member_of_an_enum_loads_as_itself_where_the_class_is_given(archive: Path) -> None:
+def test_a_member_of_an_enum_loads_as_itself_where_the_class_is_given(archive):
     loaded = round_trip(ENUMS, archive, types=ENUM_CLASSES)
     assert loaded == ENUMS
     assert loaded["a"] is Shade.DARK
@@ -167,7 +167,7 @@ def test_a_member_of_an_enum_loads_as_itself_where_the_class_is_given(archive: P
     assert type(loaded["d"]) is Bits
 
 
-def test_a_value_that_the_given_enum_has_no_longer_stays_a_value(archive: Path) -> None:
+def test_a_value_that_the_given_enum_has_no_longer_stays_a_value(archive):
     class Now(enum.Enum):
         LIGHT = "light"
 
@@ -179,19 +179,19 @@ def test_a_value_that_the_given_enum_has_no_longer_stays_a_value(archive: Path) 
     assert round_trip({"a": Shade.DARK}, archive, types=[Now]) == {"a": "dark"}
 
 
-def test_an_enum_whose_value_is_not_plain_is_an_object(archive: Path) -> None:
+def test_an_enum_whose_value_is_not_plain_is_an_object(archive):
     assert round_trip({"a": Wrapped.ONE}, archive, trust=True)["a"] is Wrapped.ONE
     assert_refused(archive)
 
 
-def test_enums_fill_live_enums(ckpt: AsyncCheckpointer) -> None:
+def test_enums_fill_live_enums(ckpt):
     live = {"a": Shade.PAIR, "b": [Shade.DARK, Level.LOW], "c": (Word.YES,), "d": Bits.A, "e": Bits.A}
     restored(ckpt, ENUMS, live)
     assert live == ENUMS
     assert type(live["d"]) is Bits
 
 
-def test_what_is_no_member_replaces_a_live_enum_as_it_is(ckpt: AsyncCheckpointer) -> None:
+def test_what_is_no_member_replaces_a_live_enum_as_it_is(ckpt):
     live = {"a": Shade.DARK, "b": Level.LOW}
     assert restored(ckpt, {"a": None, "b": [7]}, live) == {"a": None, "b": [7]}
 
@@ -245,14 +245,14 @@ AS_DICTS = {
 }
 
 
-def test_a_dataclass_loads_as_a_dict_of_its_fields(archive: Path) -> None:
+def test_a_dataclass_loads_as_a_dict_of_its_fields(archive):
     assert difference(round_trip({"cfg": config()}, archive), {"cfg": AS_DICTS}) is None
     names = [".".join(map(str, row["path"])) for row in read_index(archive)["tensors"]]
     assert names == ["cfg.inner.w", "cfg.layers.1.t"]
     assert difference(async_ckpt.load(archive, select="cfg.inner"), {"cfg": {"inner": AS_DICTS["inner"]}}) is None
 
 
-def test_a_dataclass_loads_as_itself_where_its_class_is_given(archive: Path) -> None:
+def test_a_dataclass_loads_as_itself_where_its_class_is_given(archive):
     """As it was saved: nothing is derived once more."""
     loaded = round_trip({"cfg": config()}, archive, types=[Config, Inner, Frozen])["cfg"]
     assert difference(loaded.inner, config().inner) is None
@@ -265,14 +265,14 @@ def test_a_dataclass_loads_as_itself_where_its_class_is_given(archive: Path) -> 
         loaded.layers[1].step = 1
 
 
-def test_each_class_is_given_on_its_own(archive: Path) -> None:
+def test_each_class_is_given_on_its_own(archive):
     loaded = round_trip({"cfg": config()}, archive, types=[Inner])["cfg"]
     assert type(loaded) is dict
     assert type(loaded["inner"]) is Inner
     assert type(loaded["layers"][1]) is dict
 
 
-def test_a_bare_dataclass_is_a_state(archive: Path) -> None:
+def test_a_bare_dataclass_is_a_state(archive):
     assert difference(round_trip(config(), archive), AS_DICTS) is None
 
 
@@ -305,17 +305,17 @@ class Strict:
     ],
     ids=["fewer fields", "more fields", "other fields", "not to be made"],
 )
-def test_a_dataclass_that_the_given_class_does_not_fit_stays_a_dict(cls: Any, archive: Path) -> None:
+def test_a_dataclass_that_the_given_class_does_not_fit_stays_a_dict(cls, archive):
     assert f"{cls.__module__}.{cls.__qualname__}" == f"{__name__}.Inner"
     assert round_trip({"i": Inner(1)}, archive, types=[cls]) == {"i": {"w": 1, "note": "n"}}
 
 
-def test_part_of_a_dataclass_is_a_dict(archive: Path) -> None:
+def test_part_of_a_dataclass_is_a_dict(archive):
     async_ckpt.save({"i": Inner(1)}, archive).result()
     assert async_ckpt.load(archive, select="i.w", types=[Inner]) == {"i": {"w": 1}}
 
 
-def test_a_field_that_cannot_be_stored_is_named(archive: Path) -> None:
+def test_a_field_that_cannot_be_stored_is_named(archive):
     with pytest.raises(UnsupportedStateError, match=r"cfg\.inner\.w"):
         async_ckpt.save({"cfg": Config(1, Inner(lambda: None))}, archive)
     inner = Inner(None)
@@ -324,7 +324,7 @@ def test_a_field_that_cannot_be_stored_is_named(archive: Path) -> None:
         async_ckpt.save({"cfg": inner}, archive)
 
 
-def test_only_classes_that_are_stored_by_name_can_be_given(archive: Path) -> None:
+def test_only_classes_that_are_stored_by_name_can_be_given(archive):
     async_ckpt.save({"a": 1}, archive).result()
     for cls in (Path, "Config", int, torch.nn.Parameter):
         with pytest.raises(
@@ -336,7 +336,7 @@ def test_only_classes_that_are_stored_by_name_can_be_given(archive: Path) -> Non
 # --- into live ones -----------------------------------------------------------------------------------------------
 
 
-def test_a_live_dataclass_is_filled_in_place(ckpt: AsyncCheckpointer) -> None:
+def test_a_live_dataclass_is_filled_in_place(ckpt):
     live = {"cfg": Config(0, Inner(torch.zeros(3), "old"), [Inner(0), Frozen(torch.zeros(2), 0)])}
     cfg, inner, frozen = live["cfg"], live["cfg"].inner, live["cfg"].layers[1]
     restored(ckpt, {"cfg": config()}, live)
@@ -350,7 +350,7 @@ def test_a_live_dataclass_is_filled_in_place(ckpt: AsyncCheckpointer) -> None:
     assert (frozen.step, cfg.layers[1].step) == (0, 7)
 
 
-def test_a_bare_live_dataclass_is_filled(ckpt: AsyncCheckpointer) -> None:
+def test_a_bare_live_dataclass_is_filled(ckpt):
     live = Inner(torch.zeros(2), "old")
     weight = live.w
     restored(ckpt, Inner(torch.ones(2), "new"), live)
@@ -362,14 +362,14 @@ def test_a_bare_live_dataclass_is_filled(ckpt: AsyncCheckpointer) -> None:
         ckpt.restore(Frozen(torch.zeros(2), 1))
 
 
-def test_a_field_that_has_no_value_yet_takes_the_saved_one(ckpt: AsyncCheckpointer) -> None:
+def test_a_field_that_has_no_value_yet_takes_the_saved_one(ckpt):
     saved, live = config(), Config(0, Inner(torch.zeros(3)))
     saved.layers, saved.unset = [], {"mean": torch.ones(2)}
     restored(ckpt, {"cfg": saved}, {"cfg": live})
     assert torch.equal(live.unset["mean"], torch.ones(2))
 
 
-def test_fields_that_do_not_fit_are_named_and_nothing_is_overwritten(ckpt: AsyncCheckpointer) -> None:
+def test_fields_that_do_not_fit_are_named_and_nothing_is_overwritten(ckpt):
     live = {"p": changed("Later", "w", "added")(torch.zeros(2), 1), "q": Inner(torch.zeros(1))}
     ckpt.save({"p": Inner(torch.ones(2)), "q": 5}, step=1).result()
     with pytest.raises(StateMismatchError) as caught:
@@ -380,16 +380,14 @@ def test_fields_that_do_not_fit_are_named_and_nothing_is_overwritten(ckpt: Async
     assert not live["p"].w.any()
 
 
-def test_a_live_value_without_memory_of_its_own_is_replaced_by_whatever_was_saved(
-    ckpt: AsyncCheckpointer,
-) -> None:
+def test_a_live_value_without_memory_of_its_own_is_replaced_by_whatever_was_saved(ckpt):
     saved = {"best": None, "later": Inner(1), "known": Point(1, 2), "when": date(2024, 2, 29), "seen": {1}}
     live: dict[str, Any] = {"best": Inner(3), "later": None, "known": None, "when": None, "seen": set()}
     restored(ckpt, saved, live, types=[Point])
     assert live == {**saved, "later": {"w": 1, "note": "n"}}
 
 
-def test_a_class_that_is_known_fills_a_dict_too(ckpt: AsyncCheckpointer) -> None:
+def test_a_class_that_is_known_fills_a_dict_too(ckpt):
     live = {"p": {"w": torch.zeros(2), "note": ""}}
     weight = live["p"]["w"]
     restored(ckpt, {"p": Inner(torch.ones(2))}, live, types=[Inner])
@@ -398,7 +396,7 @@ def test_a_class_that_is_known_fills_a_dict_too(ckpt: AsyncCheckpointer) -> None
     assert live["p"]["note"] == "n"
 
 
-def test_a_live_deque_is_filled_in_place_and_keeps_its_maxlen(ckpt: AsyncCheckpointer) -> None:
+def test_a_live_deque_is_filled_in_place_and_keeps_its_maxlen(ckpt):
     saved = {
         "short": deque([1, 2, 3], 5),
         "empty": deque([1, 2], 9),
@@ -461,7 +459,7 @@ def with_node(node: Any) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_plain_value_that_lies_is_refused_without_taking_memory(name: str, archive: Path) -> None:
+def test_a_plain_value_that_lies_is_refused_without_taking_memory(name, archive):
     async_ckpt.save({"w": torch.ones(1), "n": 1}, archive).result()
     forge(archive, with_node(HOSTILE[name]))
     with little_memory():
@@ -479,14 +477,14 @@ LARGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("node", "value"), LARGE.values(), ids=LARGE.keys())
-def test_a_value_that_stands_for_much_takes_no_memory(node: Any, value: Any, archive: Path) -> None:
+def test_a_value_that_stands_for_much_takes_no_memory(node, value, archive):
     async_ckpt.save({"n": 1}, archive).result()
     forge(archive, with_node(node))
     with little_memory():
         assert difference(async_ckpt.load(archive), {"n": value}) is None
 
 
-def test_a_class_of_the_readers_is_given_only_its_own_fields(archive: Path) -> None:
+def test_a_class_of_the_readers_is_given_only_its_own_fields(archive):
     """Fields that it lacks, names that are no text, `__class__`: none of them reaches an instance."""
     name = f"{__name__}.Inner"
     for fields in (
@@ -505,9 +503,7 @@ def test_a_class_of_the_readers_is_given_only_its_own_fields(archive: Path) -> N
         assert async_ckpt.load(archive, types=[Shade])["n"] == {"w": 1}
 
 
-def test_no_file_is_looked_for_by_a_name_that_leaves_the_folder_of_zones(
-    archive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_is_looked_for_by_a_name_that_leaves_the_folder_of_zones(archive, monkeypatch):
     asked: list[str] = []
     monkeypatch.setattr("zoneinfo.ZoneInfo", asked.append)
     async_ckpt.save({"w": torch.ones(1), "n": 1}, archive).result()
@@ -518,7 +514,7 @@ def test_no_file_is_looked_for_by_a_name_that_leaves_the_folder_of_zones(
     assert asked == ["Europe", "Nowhere/At_All", "Etc/UTC"]
 
 
-def test_a_zone_that_this_system_lacks_says_what_to_install(archive: Path) -> None:
+def test_a_zone_that_this_system_lacks_says_what_to_install(archive):
     async_ckpt.save({"n": 1}, archive).result()
     forge(archive, with_node({"zone": "Mars/Olympus_Mons"}))
     assert "install the tzdata package" in str(assert_refused(archive, CorruptCheckpointError))
@@ -528,7 +524,7 @@ class NamedArchives(NamedTuple):
     a: Any
 
 
-def test_records_of_every_kind_within_each_other_come_back(archive: Path) -> None:
+def test_records_of_every_kind_within_each_other_come_back(archive):
     state = {"x": NamedArchives(Frozen(deque([NamedArchives(Shade.DARK), Point(torch.ones(1), {1: Level.LOW})], 3), 1))}
     loaded = round_trip(state, archive, types=[NamedArchives, Frozen, Point, Shade, Level])["x"]
     assert type(loaded.a.t) is deque
@@ -540,7 +536,7 @@ def test_records_of_every_kind_within_each_other_come_back(archive: Path) -> Non
     assert difference(plain, want) is None
 
 
-def test_keys_may_be_plain_values(archive: Path) -> None:
+def test_keys_may_be_plain_values(archive):
     state = {
         Path("a"): {date(2024, 2, 29): torch.ones(1)},
         UUID(int=5): 1,

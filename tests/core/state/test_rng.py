@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from children import Nursery
 from rng_trainers import NAMES, TRAINERS
 from states import difference
 
@@ -37,7 +34,7 @@ def draw() -> list[Any]:
     ]  # fmt: skip
 
 
-def test_all_generators_repeat_what_they_drew_after_the_state() -> None:
+def test_all_generators_repeat_what_they_drew_after_the_state():
     random.gauss(0, 1)
     np.random.normal()
     state = RngState().state_dict()
@@ -47,7 +44,7 @@ def test_all_generators_repeat_what_they_drew_after_the_state() -> None:
     assert draw() == first
 
 
-def test_the_state_goes_through_an_archive_without_trust(archive: Path) -> None:
+def test_the_state_goes_through_an_archive_without_trust(archive):
     random.gauss(0, 1)
     np.random.normal()
     async_ckpt.save({"rng": RngState()}, archive).result()
@@ -59,7 +56,7 @@ def test_the_state_goes_through_an_archive_without_trust(archive: Path) -> None:
     assert difference(RngState().state_dict(), loaded) is None
 
 
-def test_it_is_restored_in_place_with_the_rest_of_a_run(tmp_path: Path) -> None:
+def test_it_is_restored_in_place_with_the_rest_of_a_run(tmp_path):
     with AsyncCheckpointer(tmp_path) as ckpt:
         handle = ckpt.save({"rng": RngState(), "n": 1}, step=1)
         first = draw()
@@ -68,7 +65,7 @@ def test_it_is_restored_in_place_with_the_rest_of_a_run(tmp_path: Path) -> None:
     assert draw() == first
 
 
-def test_a_state_taken_when_save_was_called_is_what_is_stored(archive: Path) -> None:
+def test_a_state_taken_when_save_was_called_is_what_is_stored(archive):
     handle = async_ckpt.save({"rng": RngState()}, archive)
     first = draw()
     handle.result()
@@ -77,7 +74,7 @@ def test_a_state_taken_when_save_was_called_is_what_is_stored(archive: Path) -> 
 
 
 @pytest.mark.parametrize("missing", ["python", "numpy", "torch"])
-def test_a_missing_generator_is_left_as_it_is(missing: str) -> None:
+def test_a_missing_generator_is_left_as_it_is(missing):
     state = RngState().state_dict()
     first = draw()
     del state[missing]
@@ -88,7 +85,7 @@ def test_a_missing_generator_is_left_as_it_is(missing: str) -> None:
         assert (again[part] == first[part]) is (name != missing)
 
 
-def test_states_of_devices_that_are_not_here_are_passed_over() -> None:
+def test_states_of_devices_that_are_not_here_are_passed_over():
     state = RngState().state_dict()
     RngState().load_state_dict(
         state | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 64 if not torch.cuda.is_available() else []}
@@ -96,7 +93,7 @@ def test_states_of_devices_that_are_not_here_are_passed_over() -> None:
     RngState().load_state_dict(state | {"another": 1})
 
 
-def test_another_process_goes_on_with_the_same_numbers(archive: Path, nursery: Nursery) -> None:
+def test_another_process_goes_on_with_the_same_numbers(archive, nursery):
     async_ckpt.save({"rng": RngState()}, archive).result()
     code = (
         "import sys, random, torch, async_ckpt\n"
@@ -111,9 +108,7 @@ def test_another_process_goes_on_with_the_same_numbers(archive: Path, nursery: N
 
 
 @pytest.mark.parametrize(("keys", "restores"), TRAINERS, ids=lambda value: getattr(value, "__name__", value))
-def test_a_trainer_restores_with_its_own_calls_what_went_through_an_archive(
-    archive: Path, keys: Any, restores: Callable[[dict[str, Any]], None]
-) -> None:
+def test_a_trainer_restores_with_its_own_calls_what_went_through_an_archive(archive, keys, restores):
     random.gauss(0, 1)
     np.random.normal()
     async_ckpt.save({"rng": RngState(keys)}, archive).result()
@@ -126,7 +121,7 @@ def test_a_trainer_restores_with_its_own_calls_what_went_through_an_archive(
 
 @pytest.mark.parametrize("written", NAMES)
 @pytest.mark.parametrize("reader", NAMES)
-def test_every_key_set_is_read_whichever_is_written(archive: Path, written: Any, reader: Any) -> None:
+def test_every_key_set_is_read_whichever_is_written(archive, written, reader):
     random.gauss(0, 1)
     np.random.normal()
     async_ckpt.save({"rng": RngState(written)}, archive).result()
@@ -138,7 +133,7 @@ def test_every_key_set_is_read_whichever_is_written(archive: Path, written: Any,
 
 
 @pytest.mark.parametrize(("keys", "names"), NAMES.items())
-def test_a_key_set_has_exactly_its_keys(keys: Any, names: tuple[str, str, str]) -> None:
+def test_a_key_set_has_exactly_its_keys(keys, names):
     state = RngState(keys).state_dict()
 
     host = {key for key in state if "cuda" not in key}
@@ -148,7 +143,7 @@ def test_a_key_set_has_exactly_its_keys(keys: Any, names: tuple[str, str, str]) 
 
 
 @pytest.mark.parametrize("keys", ["skyrl", "verl", "open-instruct"])
-def test_trainers_get_numpys_tuple_and_we_its_dict(keys: Any) -> None:
+def test_trainers_get_numpys_tuple_and_we_its_dict(keys):
     np.random.normal()
 
     theirs = RngState(keys).state_dict()[NAMES[keys][1]]
@@ -159,12 +154,12 @@ def test_trainers_get_numpys_tuple_and_we_its_dict(keys: Any) -> None:
     assert RngState().state_dict()["numpy"]["bit_generator"] == "MT19937"
 
 
-def test_an_unknown_key_set_is_refused_by_name() -> None:
+def test_an_unknown_key_set_is_refused_by_name():
     with pytest.raises(ValueError, match=r"'skyrl', 'verl', 'open-instruct'.*got 'tinker'"):
         RngState("tinker")  # type: ignore[arg-type]
 
 
-def test_lists_where_tuples_were_are_read_too() -> None:
+def test_lists_where_tuples_were_are_read_too():
     random.gauss(0, 1)
     state = RngState("skyrl").state_dict()
     version, internal, gauss = state["random"]
@@ -175,7 +170,7 @@ def test_lists_where_tuples_were_are_read_too() -> None:
     assert draw() == first
 
 
-def test_a_numpy_that_runs_on_another_bit_generator_goes_on_too() -> None:
+def test_a_numpy_that_runs_on_another_bit_generator_goes_on_too():
     usual = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(5))
     try:
@@ -199,7 +194,7 @@ def test_a_numpy_that_runs_on_another_bit_generator_goes_on_too() -> None:
         ([{"python": 1}], "list"),
     ],
 )
-def test_a_state_without_any_known_key_says_what_was_found(state: Any, found: str) -> None:
+def test_a_state_without_any_known_key_says_what_was_found(state, found):
     with pytest.raises(ValueError, match=f"found .*{found}"):
         RngState().load_state_dict(state)
 
@@ -228,7 +223,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(("key", "value"), BROKEN)
 @pytest.mark.parametrize("position", ["first", "last"])
-def test_a_broken_state_is_named_and_no_generator_is_set(key: str, value: Any, position: str) -> None:
+def test_a_broken_state_is_named_and_no_generator_is_set(key, value, position):
     random.gauss(0, 1)
     np.random.normal()
     keys = next((keys for keys, names in NAMES.items() if key in names), "open-instruct")
@@ -250,7 +245,7 @@ def test_a_broken_state_is_named_and_no_generator_is_set(key: str, value: Any, p
 
 
 @pytest.mark.parametrize("form", ["one", "list", "names"])
-def test_states_of_devices_in_every_form_are_taken_where_there_are_none(form: str) -> None:
+def test_states_of_devices_in_every_form_are_taken_where_there_are_none(form):
     one = RngState().state_dict()["torch"] if not torch.cuda.is_available() else torch.cuda.get_rng_state()
     forms: dict[str, dict[str, Any]] = {
         "one": {"cuda": one},

@@ -57,16 +57,16 @@ CONTAINERS["100 deep"] = deep
 
 
 @pytest.mark.parametrize("state", CONTAINERS.values(), ids=CONTAINERS.keys())
-def test_any_nesting_of_containers_comes_back(state: Any, archive: Path) -> None:
+def test_any_nesting_of_containers_comes_back(state, archive):
     assert difference(round_trip(state, archive), state) is None
 
 
-def test_the_order_of_keys_is_kept(archive: Path) -> None:
+def test_the_order_of_keys_is_kept(archive):
     state = {name: {"w": torch.tensor(i)} for i, name in enumerate("zebra")}
     assert list(round_trip(state, archive)) == list("zebra")
 
 
-def test_a_modules_state_dict_keeps_its_metadata(archive: Path) -> None:
+def test_a_modules_state_dict_keeps_its_metadata(archive):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     loaded = round_trip(model.state_dict(), archive)
     assert difference(loaded, model.state_dict()) is None
@@ -74,7 +74,7 @@ def test_a_modules_state_dict_keeps_its_metadata(archive: Path) -> None:
     model.load_state_dict(loaded)
 
 
-def test_a_namedtuple_is_rebuilt_only_when_its_class_is_given(archive: Path) -> None:
+def test_a_namedtuple_is_rebuilt_only_when_its_class_is_given(archive):
     state = {"p": Pair(torch.ones(2), [Pair(1, 2)])}
     plain = round_trip(state, archive)
     assert type(plain["p"]) is tuple
@@ -82,13 +82,13 @@ def test_a_namedtuple_is_rebuilt_only_when_its_class_is_given(archive: Path) -> 
     assert difference(async_ckpt.load(archive, types=[Pair]), state) is None
 
 
-def test_a_namedtuple_with_other_fields_than_the_given_class_stays_a_tuple(archive: Path) -> None:
+def test_a_namedtuple_with_other_fields_than_the_given_class_stays_a_tuple(archive):
     shaped = namedtuple("Pair", ["a", "b", "c"])
     shaped.__module__, shaped.__qualname__ = Pair.__module__, Pair.__qualname__
     assert round_trip({"p": shaped(1, 2, 3)}, archive, types=[Pair]) == {"p": (1, 2, 3)}
 
 
-def test_subclasses_of_dict_come_back_as_dicts(archive: Path) -> None:
+def test_subclasses_of_dict_come_back_as_dicts(archive):
     state = {"d": defaultdict(list, {"a": [1]}), "c": Counter("aab")}
     loaded = round_trip(state, archive)
     assert loaded == {"d": {"a": [1]}, "c": {"a": 2, "b": 1}}
@@ -96,7 +96,7 @@ def test_subclasses_of_dict_come_back_as_dicts(archive: Path) -> None:
     assert type(loaded["c"]) is dict
 
 
-def test_an_object_with_a_state_dict_is_stored_by_it(archive: Path) -> None:
+def test_an_object_with_a_state_dict_is_stored_by_it(archive):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 2)).sum().backward()
@@ -106,7 +106,7 @@ def test_an_object_with_a_state_dict_is_stored_by_it(archive: Path) -> None:
     assert difference(loaded["optimizer"], optimizer.state_dict()) is None
 
 
-def test_a_class_with_a_state_dict_method_is_not_called(archive: Path) -> None:
+def test_a_class_with_a_state_dict_method_is_not_called(archive):
     async_ckpt.save({"cls": nn.Linear, "w": torch.ones(1)}, archive).result()
     with pytest.raises(UntrustedObjectError):
         async_ckpt.load(archive)
@@ -118,17 +118,17 @@ def test_a_class_with_a_state_dict_method_is_not_called(archive: Path) -> None:
 
 # By number, for the text of a set is another in every process.
 @pytest.mark.parametrize("value", VALUES, ids=[f"{n} {type(v).__name__}" for n, v in enumerate(VALUES)])
-def test_a_plain_value_comes_back_bit_for_bit(value: Any, archive: Path) -> None:
+def test_a_plain_value_comes_back_bit_for_bit(value, archive):
     state = {"value": value, "in": [value, (value,)]}
     assert difference(round_trip(state, archive), state) is None
 
 
-def test_an_integer_too_long_for_decimal_text_comes_back(archive: Path) -> None:
+def test_an_integer_too_long_for_decimal_text_comes_back(archive):
     state = {"n": 7**9000, "m": -(2**20000)}
     assert round_trip(state, archive) == state
 
 
-def test_two_lone_surrogates_in_a_row_do_not_become_one_character(archive: Path) -> None:
+def test_two_lone_surrogates_in_a_row_do_not_become_one_character(archive):
     pair = "\ud83d" + "\ude00"
     state = {"text": pair, "keys": {pair: 1, "😀": 2}}
     loaded = round_trip(state, archive)
@@ -143,7 +143,7 @@ KEYS = [
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda k: repr(k)[:20].encode("ascii", "replace").decode())
-def test_any_hashable_plain_key_comes_back_with_its_type(key: Any, archive: Path) -> None:
+def test_any_hashable_plain_key_comes_back_with_its_type(key, archive):
     state = {"inner": {key: torch.arange(3)}, "plain": {key: 1}}
     assert difference(round_trip(state, archive), state) is None
     top = {key: {"w": torch.ones(2)}}
@@ -152,12 +152,12 @@ def test_any_hashable_plain_key_comes_back_with_its_type(key: Any, archive: Path
     assert difference(round_trip(flat, archive), flat) is None
 
 
-def test_a_nan_key_comes_back(archive: Path) -> None:
+def test_a_nan_key_comes_back(archive):
     state = {math.nan: {"w": torch.ones(1)}, "x": 1}
     assert difference(round_trip(state, archive), state) is None
 
 
-def test_all_kinds_of_keys_live_side_by_side(archive: Path) -> None:
+def test_all_kinds_of_keys_live_side_by_side(archive):
     """Every tensor keeps its own value, however alike the names look."""
     keys = [1, "1", "1.0", 2.0, "2", "2.0", True and "True", (1,), "(1,)", None, "None", "none"]
     state = {"top": {k: torch.tensor(i) for i, k in enumerate(keys)}}
@@ -183,7 +183,7 @@ COLLISIONS = {
 
 
 @pytest.mark.parametrize("state", COLLISIONS.values(), ids=COLLISIONS.keys())
-def test_names_that_collide_are_told_apart(state: Any, archive: Path) -> None:
+def test_names_that_collide_are_told_apart(state, archive):
     assert difference(round_trip(state, archive), state) is None
     told = parsed_index(archive)
     names = [piece.name for t in told.tensors for piece in t.slices]
@@ -194,7 +194,7 @@ def test_names_that_collide_are_told_apart(state: Any, archive: Path) -> None:
 
 
 @pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS.keys())
-def test_a_numpy_array_comes_back_writable_and_the_same(array: Any, archive: Path) -> None:
+def test_a_numpy_array_comes_back_writable_and_the_same(array, archive):
     loaded = round_trip({"a": array, "again": [array]}, archive)["a"]
     assert type(loaded) is np.ndarray
     assert difference(loaded, array) is None
@@ -202,7 +202,7 @@ def test_a_numpy_array_comes_back_writable_and_the_same(array: Any, archive: Pat
     loaded[...] = loaded
 
 
-def test_an_aligned_structured_dtype_keeps_its_fields(archive: Path) -> None:
+def test_an_aligned_structured_dtype_keeps_its_fields(archive):
     array = np.zeros(2, np.dtype([("a", "i1"), ("b", "f8")], align=True))
     array["b"] = 2.5
     loaded = round_trip({"a": array}, archive)["a"]
@@ -210,14 +210,14 @@ def test_an_aligned_structured_dtype_keeps_its_fields(archive: Path) -> None:
     assert loaded.tobytes() == array.tobytes()
 
 
-def test_a_memory_map_is_stored_as_the_array_that_it_is(archive: Path, tmp_path: Path) -> None:
+def test_a_memory_map_is_stored_as_the_array_that_it_is(archive, tmp_path):
     mapped = np.memmap(tmp_path / "m.bin", dtype="f4", mode="w+", shape=(3, 2))
     mapped[:] = 1.5
     loaded = round_trip({"a": mapped}, archive)["a"]
     assert difference(loaded, np.array(mapped)) is None
 
 
-def test_an_array_changed_after_save_returned_is_stored_as_it_was(archive: Path) -> None:
+def test_an_array_changed_after_save_returned_is_stored_as_it_was(archive):
     array, tensor = np.zeros(1000), torch.zeros(1000)
     handle = async_ckpt.save({"a": array, "t": tensor}, archive)
     array[:] = 1
@@ -237,7 +237,7 @@ SCALARS = [
 
 
 @pytest.mark.parametrize("scalar", SCALARS, ids=lambda s: f"{type(s).__name__} {s!r}"[:30])
-def test_a_numpy_scalar_comes_back_with_its_type(scalar: Any, archive: Path) -> None:
+def test_a_numpy_scalar_comes_back_with_its_type(scalar, archive):
     loaded = round_trip({"s": scalar}, archive)["s"]
     assert type(loaded) is type(scalar)
     assert loaded.dtype == scalar.dtype
@@ -245,7 +245,7 @@ def test_a_numpy_scalar_comes_back_with_its_type(scalar: Any, archive: Path) -> 
 
 
 @pytest.mark.parametrize("scalar", [np.str_("ab\x00"), np.bytes_(b"ab\x00\x00")], ids=repr)
-def test_a_numpy_string_keeps_the_zeros_that_it_ends_in(scalar: Any, archive: Path) -> None:
+def test_a_numpy_string_keeps_the_zeros_that_it_ends_in(scalar, archive):
     loaded = round_trip({"s": scalar}, archive)["s"]
     assert type(loaded) is type(scalar)
     assert loaded == scalar
@@ -266,7 +266,7 @@ def test_a_numpy_string_keeps_the_zeros_that_it_ends_in(scalar: Any, archive: Pa
     ],
     ids=["V0", "no fields", "StringDType", "object", "masked", "recarray", "too many fields"],
 )  # fmt: skip
-def test_an_odd_array_comes_back_or_needs_trust(array: Any, archive: Path) -> None:
+def test_an_odd_array_comes_back_or_needs_trust(array, archive):
     async_ckpt.save({"a": array}, archive).result()
     loaded = async_ckpt.load(archive, trust=True)["a"]
     assert type(loaded) is type(array)
@@ -277,7 +277,7 @@ def test_an_odd_array_comes_back_or_needs_trust(array: Any, archive: Path) -> No
 # --- tensors: memory ---------------------------------------------------------------------------------------------
 
 
-def test_tied_tensors_come_back_tied_and_are_stored_once(archive: Path) -> None:
+def test_tied_tensors_come_back_tied_and_are_stored_once(archive):
     weight = nn.Parameter(torch.randn(1000, 100))
     state = {
         "a": {"w": weight, "again": weight.data},
@@ -292,13 +292,13 @@ def test_tied_tensors_come_back_tied_and_are_stored_once(archive: Path) -> None:
     assert [t.alias_of for t in parsed_index(archive).tensors] == [None, 0, 0, None]
 
 
-def test_a_tied_tensor_can_be_selected_without_the_first_of_them(archive: Path) -> None:
+def test_a_tied_tensor_can_be_selected_without_the_first_of_them(archive):
     weight = torch.randn(10)
     async_ckpt.save({"a": {"w": weight}, "b": {"w": weight}}, archive).result()
     assert difference(async_ckpt.load(archive, select="b"), {"b": {"w": weight}}) is None
 
 
-def test_views_that_begin_alike_are_not_taken_for_tied(archive: Path) -> None:
+def test_views_that_begin_alike_are_not_taken_for_tied(archive):
     base = torch.arange(12.0)
     state = {
         "base": base, "head": base[:4], "grid": base.view(3, 4), "turned": base.view(3, 4).t(),
@@ -307,14 +307,14 @@ def test_views_that_begin_alike_are_not_taken_for_tied(archive: Path) -> None:
     assert difference(round_trip(state, archive), state) is None
 
 
-def test_a_view_of_a_huge_tensor_stores_only_its_own_bytes(archive: Path) -> None:
+def test_a_view_of_a_huge_tensor_stores_only_its_own_bytes(archive):
     huge = torch.zeros(16 * MIB // 4)
     state = {"a": huge[1000:1010], "b": huge[::500_000], "c": huge.view(-1, 1024)[:, 3][:100]}
     assert difference(round_trip(state, archive), state) is None
     assert archive.stat().st_size < 32_000
 
 
-def test_huge_expanded_views_of_one_number_come_back_whole(archive: Path) -> None:
+def test_huge_expanded_views_of_one_number_come_back_whole(archive):
     state = {"a": torch.tensor(3.0).expand(1000, 70), "b": torch.arange(3).unsqueeze(1).expand(3, 5)}
     assert difference(round_trip(state, archive), state) is None
 
@@ -342,7 +342,7 @@ SHAPED = {
 
 
 @pytest.mark.parametrize("tensor", SHAPED.values(), ids=SHAPED.keys())
-def test_a_tensor_of_any_shape_and_stride_comes_back(tensor: torch.Tensor, archive: Path) -> None:
+def test_a_tensor_of_any_shape_and_stride_comes_back(tensor, archive):
     state = {"m": {"t": tensor, "pad": torch.ones(3, dtype=torch.uint8)}, "bare": tensor}
     assert difference(round_trip(state, archive), state) is None
     loaded = async_ckpt.load(archive)["m"]["t"]
@@ -352,13 +352,13 @@ def test_a_tensor_of_any_shape_and_stride_comes_back(tensor: torch.Tensor, archi
     assert type(loaded) is torch.Tensor
 
 
-def test_conj_and_neg_views_are_not_taken_for_the_tensor_they_view(archive: Path) -> None:
+def test_conj_and_neg_views_are_not_taken_for_the_tensor_they_view(archive):
     z = torch.tensor([1 + 2j, 3 - 4j])
     state = {"z": z, "conj": z.conj(), "neg": torch._neg_view(z), "imag": z.imag, "neg imag": z.conj().imag}
     assert difference(round_trip(state, archive), state) is None
 
 
-def test_large_tensors_that_are_not_contiguous_come_back(archive: Path) -> None:
+def test_large_tensors_that_are_not_contiguous_come_back(archive):
     """Each spans several segments or ends inside of one, and their parts are put together again."""
     side = 3000
     base = torch.randn(side, side)
@@ -373,20 +373,20 @@ def test_large_tensors_that_are_not_contiguous_come_back(archive: Path) -> None:
     assert difference(round_trip(state, archive), state) is None
 
 
-def test_a_tensor_larger_than_several_segments_comes_back(archive: Path) -> None:
+def test_a_tensor_larger_than_several_segments_comes_back(archive):
     big = random_bytes(70 * MIB + 13)
     state = {"small": torch.ones(3), "big": big, "tail": torch.ones(5, dtype=torch.float64)}
     assert difference(round_trip(state, archive), state) is None
 
 
-def test_thousands_of_small_tensors_come_back(archive: Path) -> None:
+def test_thousands_of_small_tensors_come_back(archive):
     state = {
         "m": {f"t{i}": torch.full((i % 7,), i % 128, dtype=[torch.float32, torch.int8][i % 2]) for i in range(3000)}
     }
     assert difference(round_trip(state, archive), state) is None
 
 
-def test_what_the_caller_has_set_as_default_changes_nothing(archive: Path) -> None:
+def test_what_the_caller_has_set_as_default_changes_nothing(archive):
     """Default device and dtype, inference mode, no_grad: they are the caller's, and hold in the background too."""
     state = {
         "w": torch.ones(3),
@@ -408,7 +408,7 @@ def test_what_the_caller_has_set_as_default_changes_nothing(archive: Path) -> No
     assert difference(mapped, state) is None
 
 
-def test_tensors_of_inference_mode_are_stored(archive: Path) -> None:
+def test_tensors_of_inference_mode_are_stored(archive):
     with torch.inference_mode():
         state = {"a": torch.arange(5.0), "b": torch.arange(6.0).reshape(2, 3).t(), "c": torch.ones(MIB)}
     assert difference(round_trip(state, archive), state) is None
@@ -419,7 +419,7 @@ def test_tensors_of_inference_mode_are_stored(archive: Path) -> None:
 
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("shape", [(4, 3), (), (0, 2)], ids=str)
-def test_every_dtype_comes_back_bit_for_bit(name: str, shape: tuple[int, ...], archive: Path) -> None:
+def test_every_dtype_comes_back_bit_for_bit(name, shape, archive):
     dtype = getattr(torch, name, None)
     if dtype is None:
         pytest.skip(f"this torch has no {name}")
@@ -434,7 +434,7 @@ def test_every_dtype_comes_back_bit_for_bit(name: str, shape: tuple[int, ...], a
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_dtype_comes_back_when_it_is_not_contiguous(name: str, archive: Path) -> None:
+def test_every_dtype_comes_back_when_it_is_not_contiguous(name, archive):
     dtype = getattr(torch, name, None)
     if dtype is None:
         pytest.skip(f"this torch has no {name}")
@@ -447,7 +447,7 @@ def test_every_dtype_comes_back_when_it_is_not_contiguous(name: str, archive: Pa
     assert torch.equal(bits_of(loaded), expected)
 
 
-def test_dtypes_that_torch_knows_are_stored_or_refused_by_name(archive: Path) -> None:
+def test_dtypes_that_torch_knows_are_stored_or_refused_by_name(archive):
     refused = 0
     for dtype in {d for d in vars(torch).values() if isinstance(d, torch.dtype)}:
         name = str(dtype).removeprefix("torch.")
@@ -508,7 +508,7 @@ def one_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(state=trees)
-def test_any_tree_comes_back(state: Any, one_path: Path) -> None:
+def test_any_tree_comes_back(state, one_path):
     assert difference(round_trip(state, one_path, types=[Pair]), state) is None
 
 
@@ -527,12 +527,12 @@ def any_tensors(draw: Any) -> torch.Tensor:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(tensors=st.lists(any_tensors(), max_size=6))
-def test_a_tensor_of_any_dtype_shape_and_strides_comes_back(tensors: Any, one_path: Path) -> None:
+def test_a_tensor_of_any_dtype_shape_and_strides_comes_back(tensors, one_path):
     state = {"m": tensors, "flat": tensors[:1]}
     assert difference(round_trip(state, one_path), state) is None
 
 
-def test_the_index_is_one_json_text_that_lists_every_tensor(archive: Path) -> None:
+def test_the_index_is_one_json_text_that_lists_every_tensor(archive):
     async_ckpt.save({"m": {"w": torch.ones(2, 3)}, 5: {"v": torch.ones(1)}}, archive).result()
     rows = read_index(archive)["tensors"]
     assert [row["path"] for row in rows] == [["m", "w"], [5, "v"]]

@@ -74,12 +74,12 @@ def member_names(path: Path) -> list[str]:
         return tar.getnames()
 
 
-def test_a_state_of_plain_data_has_no_pickle_in_it(archive: Path) -> None:
+def test_a_state_of_plain_data_has_no_pickle_in_it(archive):
     async_ckpt.save({"w": torch.ones(1), "values": list(VALUES), "arrays": list(ARRAYS.values())}, archive).result()
     assert "objects.pt" not in member_names(archive)
 
 
-def test_leaves_that_torch_takes_for_plain_data_load_without_trust(archive: Path) -> None:
+def test_leaves_that_torch_takes_for_plain_data_load_without_trust(archive):
     state = {"layouts": {torch.strided}, "buffer": bytearray(b"abc"), "w": torch.ones(2)}
     assert difference(round_trip(state, archive), state) is None
     assert "objects.pt" in member_names(archive)
@@ -166,7 +166,7 @@ def told() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("leaf", SAFE.values(), ids=SAFE.keys())
-def test_what_torch_was_told_is_safe_loads_without_trust(leaf: Any, told: None, archive: Path) -> None:
+def test_what_torch_was_told_is_safe_loads_without_trust(leaf, told, archive):
     state = {"leaf": leaf, "more": {"leaf": leaf}}
     loaded = round_trip(state, archive)
     assert loaded == state
@@ -175,7 +175,7 @@ def test_what_torch_was_told_is_safe_loads_without_trust(leaf: Any, told: None, 
 
 
 @pytest.mark.parametrize("make", SAFE_TENSORS.values(), ids=SAFE_TENSORS.keys())
-def test_tensors_in_what_torch_was_told_is_safe_load_without_trust(make: Any, told: None, archive: Path) -> None:
+def test_tensors_in_what_torch_was_told_is_safe_load_without_trust(make, told, archive):
     value = make()
     # torch warns of its own doings with quantised and sparse tensors.
     loaded = quiet(lambda: round_trip({"leaf": Settings(value)}, archive))["leaf"].value
@@ -195,7 +195,7 @@ def torch_saved(value: Any) -> bytes:
     [Custom(3), operator.add, Name("x"), slice("a", "b"), Fraction(1, 2**5000), Inherited(3), nowhere],
     ids=lambda leaf: type(leaf).__name__,
 )
-def test_an_object_is_opened_only_with_trust(leaf: Any, archive: Path) -> None:
+def test_an_object_is_opened_only_with_trust(leaf, archive):
     state = {"w": torch.ones(2), "extra": {"leaf": leaf, "n": 1}}
     async_ckpt.save(state, archive).result()
     with pytest.raises(UntrustedObjectError, match=r"extra\.leaf: an? .*trust=True") as caught:
@@ -223,7 +223,7 @@ INNOCENT: dict[str, Any] = {
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_the_error_names_only_what_needs_trust(leaf: Any, kind: str, archive: Path) -> None:
+def test_the_error_names_only_what_needs_trust(leaf, kind, archive):
     async_ckpt.save({**INNOCENT, "bad": leaf, "worse": {"too": leaf}, "w": torch.ones(1)}, archive).result()
     place = r"bad(\.[\w.]+)?, worse\.too(\.[\w.]+)?"
     with pytest.raises(UntrustedObjectError, match=rf"^{re.escape(str(archive))}: {place}: {kind} is a Python object"):
@@ -234,7 +234,7 @@ def test_the_error_names_only_what_needs_trust(leaf: Any, kind: str, archive: Pa
     assert async_ckpt.load(archive, trust=True)["buffer"] == shared_buffer
 
 
-def test_what_will_need_trust_is_told_when_it_is_saved(archive: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_will_need_trust_is_told_when_it_is_saved(archive, caplog):
     class Stated(Custom):
         """Nobody has saved one before."""
 
@@ -249,7 +249,7 @@ def test_what_will_need_trust_is_told_when_it_is_saved(archive: Path, caplog: py
     ]
 
 
-def test_an_object_is_stored_as_it_was_when_save_was_called(archive: Path) -> None:
+def test_an_object_is_stored_as_it_was_when_save_was_called(archive):
     custom, members = Custom([1]), {1}
     handle = async_ckpt.save({"c": custom, "s": members}, archive)
     custom.value.append(2)
@@ -261,7 +261,7 @@ def test_an_object_is_stored_as_it_was_when_save_was_called(archive: Path) -> No
 @pytest.mark.parametrize(
     "empty", [{}, [], (), torch.amp.GradScaler("cpu", enabled=False)], ids=["dict", "list", "tuple", "scaler"]
 )
-def test_what_is_empty_can_be_selected(empty: Any, archive: Path) -> None:
+def test_what_is_empty_can_be_selected(empty, archive):
     state = {"w": torch.ones(2), "nothing": empty, "other": {}}
     async_ckpt.save(state, archive, select=["w", "nothing"]).result()
     loaded = async_ckpt.load(archive)
@@ -327,7 +327,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_be_stored_is_refused_by_name(make: Any, archive: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_stored_is_refused_by_name(make, archive, tmp_path):
     state = {"model": {"good": torch.ones(2), "layers": [torch.ones(1), {"bad.weight": make()}]}}
     with pytest.raises(UnsupportedStateError, match=r"model\.layers\.1\.bad\.weight") as caught:
         async_ckpt.save(state, archive)
@@ -336,7 +336,7 @@ def test_what_cannot_be_stored_is_refused_by_name(make: Any, archive: Path, tmp_
     assert difference(round_trip({"w": torch.ones(2)}, archive), {"w": torch.ones(2)}) is None
 
 
-def test_a_tensor_inside_a_functional_transform_is_refused(archive: Path) -> None:
+def test_a_tensor_inside_a_functional_transform_is_refused(archive):
     def inside(x: torch.Tensor) -> torch.Tensor:
         with pytest.raises(UnsupportedStateError, match="inner"):
             async_ckpt.save({"inner": x}, archive)
@@ -347,7 +347,7 @@ def test_a_tensor_inside_a_functional_transform_is_refused(archive: Path) -> Non
     assert not archive.exists()
 
 
-def test_a_distributed_tensor_of_a_process_group_of_one_is_saved_as_what_it_holds(archive: Path) -> None:
+def test_a_distributed_tensor_of_a_process_group_of_one_is_saved_as_what_it_holds(archive):
     distributed = pytest.importorskip("torch.distributed.tensor")
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -360,7 +360,7 @@ def test_a_distributed_tensor_of_a_process_group_of_one_is_saved_as_what_it_hold
     assert torch.equal(async_ckpt.load(archive)["w"], torch.ones(4))
 
 
-def test_a_subclass_with_memory_of_its_own_is_stored_as_a_plain_tensor(archive: Path) -> None:
+def test_a_subclass_with_memory_of_its_own_is_stored_as_a_plain_tensor(archive):
     loaded = round_trip({"w": torch.arange(3.0).as_subclass(Flavoured)}, archive)["w"]
     assert type(loaded) is torch.Tensor
     assert difference(loaded, torch.arange(3.0)) is None
@@ -393,7 +393,7 @@ class Bottomless:
 
 
 @pytest.mark.parametrize("make", [cyclic_dict, cyclic_list, Endless], ids=["dict", "list", "state_dict"])
-def test_a_state_that_contains_itself_is_refused(make: Any, archive: Path) -> None:
+def test_a_state_that_contains_itself_is_refused(make, archive):
     with pytest.raises(UnsupportedStateError, match="contains itself") as caught:
         async_ckpt.save({"a": {"b": make()}}, archive)
     assert caught.value.path.startswith("a.b")
@@ -401,14 +401,14 @@ def test_a_state_that_contains_itself_is_refused(make: Any, archive: Path) -> No
     async_ckpt.save({"w": torch.ones(1)}, archive).result()
 
 
-def test_one_container_in_two_places_is_no_cycle(archive: Path) -> None:
+def test_one_container_in_two_places_is_no_cycle(archive):
     shared = {"w": torch.ones(1), "l": [1]}
     state = {"a": shared, "b": [shared, shared]}
     assert difference(round_trip(state, archive), state) is None
 
 
 @pytest.mark.parametrize("make", [dict, list, tuple, Bottomless], ids=lambda kind: kind.__name__)
-def test_a_state_nested_too_deeply_is_refused(make: Any, archive: Path) -> None:
+def test_a_state_nested_too_deeply_is_refused(make, archive):
     state: Any = Bottomless() if make is Bottomless else torch.ones(1)
     for _ in range(5000):
         state = {"k": state} if make is dict else [state] if make is list else (state,)
@@ -431,7 +431,7 @@ record.flags.writeable = False  # or it has no hash
     ],
     ids=lambda key: type(key).__name__,
 )  # fmt: skip
-def test_a_key_that_cannot_be_stored_is_refused_by_name(key: Any, archive: Path) -> None:
+def test_a_key_that_cannot_be_stored_is_refused_by_name(key, archive):
     for value in (torch.ones(1), 1):
         with pytest.raises(UnsupportedStateError, match="key") as caught:
             async_ckpt.save({"model": {"good": 1, key: value}}, archive)
@@ -439,7 +439,7 @@ def test_a_key_that_cannot_be_stored_is_refused_by_name(key: Any, archive: Path)
     assert not archive.exists()
 
 
-def test_a_refused_state_leaves_the_older_file_as_it_was(archive: Path) -> None:
+def test_a_refused_state_leaves_the_older_file_as_it_was(archive):
     async_ckpt.save({"w": torch.ones(1)}, archive).result()
     before = archive.read_bytes()
     with pytest.raises(UnsupportedStateError):
@@ -447,7 +447,7 @@ def test_a_refused_state_leaves_the_older_file_as_it_was(archive: Path) -> None:
     assert archive.read_bytes() == before
 
 
-def test_an_error_raised_by_a_state_dict_reaches_the_caller(archive: Path) -> None:
+def test_an_error_raised_by_a_state_dict_reaches_the_caller(archive):
     class Broken:
         def state_dict(self) -> Any:
             raise ZeroDivisionError("mine")

@@ -84,7 +84,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED.keys())
-def test_a_wrapped_model_is_saved_under_the_names_of_the_plain_one(wrap: Any, archive: Path) -> None:
+def test_a_wrapped_model_is_saved_under_the_names_of_the_plain_one(wrap, archive):
     plain = network()
     loaded = round_trip({"model": wrap(copy.deepcopy(plain))}, archive)["model"]
     assert difference(loaded, plain.state_dict()) is None
@@ -94,7 +94,7 @@ def test_a_wrapped_model_is_saved_under_the_names_of_the_plain_one(wrap: Any, ar
 
 
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED.keys())
-def test_plain_and_wrapped_models_restore_each_other(wrap: Any, tmp_path: Path) -> None:
+def test_plain_and_wrapped_models_restore_each_other(wrap, tmp_path):
     plain, other = network(), network()
     with AsyncCheckpointer(tmp_path / "a") as ckpt:
         restored(ckpt, {"model": plain}, {"model": (live := wrap(network()))})
@@ -104,7 +104,7 @@ def test_plain_and_wrapped_models_restore_each_other(wrap: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("wrap", "into"), some(list(itertools.product(WRAPPED, INTO)), 3))
-def test_a_state_dict_of_one_wrapped_model_is_restored_into_another(wrap: str, into: str, ckpt: Any) -> None:
+def test_a_state_dict_of_one_wrapped_model_is_restored_into_another(wrap, into, ckpt):
     """Dicts keep their keys: what the user took of the model is what is saved."""
     plain, live = network(), WRAPPED[into](network())
     state = WRAPPED[wrap](copy.deepcopy(plain)).state_dict()
@@ -113,7 +113,7 @@ def test_a_state_dict_of_one_wrapped_model_is_restored_into_another(wrap: str, i
     assert all(map(torch.equal, plain.state_dict().values(), live.state_dict().values()))
 
 
-def test_parts_are_selected_by_their_plain_names(archive: Path, ckpt: AsyncCheckpointer) -> None:
+def test_parts_are_selected_by_their_plain_names(archive, ckpt):
     model = DistributedDataParallel(compiled_inside(network()))
     async_ckpt.save({"model": model}, archive, select="model.0.*").result()
     assert list(async_ckpt.load(archive)["model"]) == ["0.weight", "0.bias"]
@@ -137,7 +137,7 @@ class NamedArchives(nn.Module):
         self._orig_mod = nn.Linear(1, 1)
 
 
-def test_a_submodule_called_module_keeps_its_name(archive: Path) -> None:
+def test_a_submodule_called_module_keeps_its_name(archive):
     plain = NamedArchives(network())
     for kind in ("DDP", "DataParallel", "compiled", "DDP of compiled", "compiled DDP", "FSDP"):
         loaded = round_trip(WRAPPED[kind](copy.deepcopy(plain)), archive)
@@ -147,7 +147,7 @@ def test_a_submodule_called_module_keeps_its_name(archive: Path) -> None:
 @pytest.mark.parametrize("saved_by", [lambda m: m, DistributedDataParallel, compiled], ids=["plain", "DDP", "compiled"])
 @pytest.mark.parametrize("into", [lambda m: m, DistributedDataParallel, compiled], ids=["plain", "DDP", "compiled"])
 @pytest.mark.parametrize("inner", [nn.Linear(2, 2, bias=False), nn.Sequential(nn.Linear(2, 2, bias=False))])
-def test_a_submodule_called_module_is_restored_as_itself(saved_by: Any, into: Any, inner: Any, ckpt: Any) -> None:
+def test_a_submodule_called_module_is_restored_as_itself(saved_by, into, inner, ckpt):
     """The one called `module` and what stands beside it have the same shape, and are not confused."""
 
     def make() -> nn.Module:
@@ -162,7 +162,7 @@ def test_a_submodule_called_module_is_restored_as_itself(saved_by: Any, into: An
     assert difference(live.state_dict(), plain.state_dict()) is None
 
 
-def test_averaged_models_and_copies_keep_their_names(ckpt: AsyncCheckpointer) -> None:
+def test_averaged_models_and_copies_keep_their_names(ckpt):
     averaged = AveragedModel(DistributedDataParallel(network()))
     ema = {"shadow": copy.deepcopy(network())}
     loaded = ckpt.save({"avg": averaged, "ema": ema}, step=1).result() and ckpt.load()
@@ -173,7 +173,7 @@ def test_averaged_models_and_copies_keep_their_names(ckpt: AsyncCheckpointer) ->
     assert difference(live.module.state_dict(), averaged.module.module.state_dict()) is None
 
 
-def test_a_plain_model_does_not_fill_a_submodule_called_module(ckpt: AsyncCheckpointer) -> None:
+def test_a_plain_model_does_not_fill_a_submodule_called_module(ckpt):
     plain, named = nn.Module(), nn.Module()
     for live in (plain, named):
         live.register_parameter("steps", nn.Parameter(torch.zeros(1)))
@@ -215,7 +215,7 @@ class Adding(DistributedDataParallel):
 
 
 @pytest.mark.parametrize("cls", [Unwrapping, Adding])
-def test_a_wrapper_with_a_state_dict_of_its_own_is_asked_for_it(cls: Any, ckpt: AsyncCheckpointer) -> None:
+def test_a_wrapper_with_a_state_dict_of_its_own_is_asked_for_it(cls, ckpt):
     plain, live = network(), cls(network())
     restored(ckpt, {"model": cls(copy.deepcopy(plain))}, {"model": live})
     names = list(ckpt.load()["model"])
@@ -223,7 +223,7 @@ def test_a_wrapper_with_a_state_dict_of_its_own_is_asked_for_it(cls: Any, ckpt: 
     assert difference(live.module.state_dict(), plain.state_dict()) is None
 
 
-def test_names_that_would_collide_stay_as_they_are(ckpt: AsyncCheckpointer, monkeypatch: Any) -> None:
+def test_names_that_would_collide_stay_as_they_are(ckpt, monkeypatch):
     monkeypatch.setattr(Adding, "extra", ("0.bias", torch.zeros(8)))
     plain, live = network(), Adding(network())
     model = Adding(copy.deepcopy(plain))
@@ -235,7 +235,7 @@ def test_names_that_would_collide_stay_as_they_are(ckpt: AsyncCheckpointer, monk
 # --- ambiguity ----------------------------------------------------------------------------------------------------
 
 
-def test_a_saved_name_that_may_be_two_live_ones_is_refused_and_named(ckpt: AsyncCheckpointer) -> None:
+def test_a_saved_name_that_may_be_two_live_ones_is_refused_and_named(ckpt):
     live = nn.ModuleDict({"module": nn.Linear(1, 1, bias=False)})
     live.register_parameter("weight", nn.Parameter(torch.zeros(1, 1)))
     before = copy.deepcopy(live.state_dict())
@@ -249,7 +249,7 @@ def test_a_saved_name_that_may_be_two_live_ones_is_refused_and_named(ckpt: Async
     assert difference(live.state_dict(), before) is None
 
 
-def test_two_saved_names_that_may_be_one_live_one_are_refused_and_named(ckpt: AsyncCheckpointer) -> None:
+def test_two_saved_names_that_may_be_one_live_one_are_refused_and_named(ckpt):
     state = {"_orig_mod.weight": torch.ones(1, 1), "module.weight": torch.ones(1, 1)}
     ckpt.save({"model": state}, step=1).result()
     for wrap, name in ((lambda model: model, "weight"), (WRAPPED["compiled DDP"], "_orig_mod.module.weight")):
@@ -259,7 +259,7 @@ def test_two_saved_names_that_may_be_one_live_one_are_refused_and_named(ckpt: As
         assert any(f"model: {name!r} {may_be}" in line for line in caught.value.mismatched)
 
 
-def test_one_saved_name_that_may_be_two_live_ones_is_refused_and_named(ckpt: AsyncCheckpointer) -> None:
+def test_one_saved_name_that_may_be_two_live_ones_is_refused_and_named(ckpt):
     live = nn.ModuleDict({"module": nn.Linear(1, 1, bias=False)})
     live.register_parameter("weight", nn.Parameter(torch.zeros(1, 1)))
     ckpt.save({"model": {"module.module.weight": torch.ones(1, 1)}}, step=1).result()
@@ -270,7 +270,7 @@ def test_one_saved_name_that_may_be_two_live_ones_is_refused_and_named(ckpt: Asy
         ckpt.restore({"model": live}, strict=False)
 
 
-def test_an_exact_name_is_taken_before_any_other(ckpt: AsyncCheckpointer) -> None:
+def test_an_exact_name_is_taken_before_any_other(ckpt):
     state = {"_orig_mod.weight": torch.ones(1, 1), "module.weight": torch.zeros(1, 1)}
     live = compiled(nn.Linear(1, 1, bias=False))
     ckpt.save({"model": state}, step=1).result()
@@ -281,7 +281,7 @@ def test_an_exact_name_is_taken_before_any_other(ckpt: AsyncCheckpointer) -> Non
     assert live.weight.item() == 1
 
 
-def test_names_that_fit_nothing_are_told_as_those_of_the_plain_model(ckpt: AsyncCheckpointer) -> None:
+def test_names_that_fit_nothing_are_told_as_those_of_the_plain_model(ckpt):
     ckpt.save({"model": {"0.weight": torch.ones(3, 4), "other": torch.ones(1)}}, step=1).result()
     with pytest.raises(StateMismatchError) as caught:
         ckpt.restore({"model": DistributedDataParallel(nn.Sequential(nn.Linear(4, 8)))})
@@ -307,16 +307,14 @@ class Versioned(nn.Linear):
 @pytest.mark.parametrize(
     ("saved_by", "into", "raw"), some(list(itertools.product(WRAPPED, INTO, [False, True])), 5), ids=str
 )
-def test_modules_are_told_the_version_that_was_saved_of_them(saved_by: str, into: str, raw: bool, ckpt: Any) -> None:
+def test_modules_are_told_the_version_that_was_saved_of_them(saved_by, into, raw, ckpt):
     saved, inner = WRAPPED[saved_by](nn.Sequential(nn.Linear(2, 2), Versioned(2, 2))), Versioned(2, 2)
     state = {"model": saved.state_dict() if raw else saved}
     restored(ckpt, state, {"model": WRAPPED[into](nn.Sequential(nn.Linear(2, 2), inner))})
     assert inner.loaded == 7
 
 
-def test_the_version_of_a_submodule_called_module_is_not_taken_for_that_of_the_model(
-    ckpt: AsyncCheckpointer,
-) -> None:
+def test_the_version_of_a_submodule_called_module_is_not_taken_for_that_of_the_model(ckpt):
     def make() -> nn.Module:
         model = nn.Module()
         model.module = Versioned(2, 2)
@@ -341,7 +339,7 @@ PLAIN_NAMES = [name for name, _ in network().named_parameters()]
 
 @pytest.mark.parametrize("kind", ["DDP", "compiled", "DDP of compiled", "DDP of a compiled layer"])
 @pytest.mark.parametrize("first", ["model", "optimizer"])
-def test_an_optimizer_has_the_plain_names_of_its_parameters(kind: str, first: str, ckpt: AsyncCheckpointer) -> None:
+def test_an_optimizer_has_the_plain_names_of_its_parameters(kind, first, ckpt):
     model, optimizer = trained(WRAPPED[kind])
     before = copy.deepcopy(optimizer.state_dict())
     state = {"model": model, "optimizer": optimizer}
@@ -357,7 +355,7 @@ def test_an_optimizer_has_the_plain_names_of_its_parameters(kind: str, first: st
         assert torch.equal(a["momentum_buffer"], b["momentum_buffer"])
 
 
-def test_an_optimizer_that_loads_in_its_own_way_keeps_its_names_too(ckpt: AsyncCheckpointer) -> None:
+def test_an_optimizer_that_loads_in_its_own_way_keeps_its_names_too(ckpt):
     model, optimizer = trained(DataParallel)
     ckpt.save({"model": model, "optimizer": optimizer}, step=1).result()
     other, live = trained(DataParallel)
@@ -366,7 +364,7 @@ def test_an_optimizer_that_loads_in_its_own_way_keeps_its_names_too(ckpt: AsyncC
     assert live.param_groups[0]["param_names"] == [f"module.{name}" for name in PLAIN_NAMES]
 
 
-def test_names_of_parameters_are_those_of_the_model_in_the_same_state(archive: Path) -> None:
+def test_names_of_parameters_are_those_of_the_model_in_the_same_state(archive):
     """The optimizer may have been made from the wrapper when the model is saved, or from another model altogether."""
     inner = network()
     _, optimizer = trained(lambda _: inner, named_by=DataParallel(inner))
@@ -376,7 +374,7 @@ def test_names_of_parameters_are_those_of_the_model_in_the_same_state(archive: P
     assert alone["optimizer"]["param_groups"][0]["param_names"] == [f"module.{name}" for name in PLAIN_NAMES]
 
 
-def test_a_parameter_of_several_names_keeps_the_one_that_its_optimizer_knows(archive: Path) -> None:
+def test_a_parameter_of_several_names_keeps_the_one_that_its_optimizer_knows(archive):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     wrapped = DataParallel(model)
@@ -385,7 +383,7 @@ def test_a_parameter_of_several_names_keeps_the_one_that_its_optimizer_knows(arc
     assert loaded["optimizer"]["param_groups"][0]["param_names"] == ["1.weight"]
 
 
-def test_looking_for_wrappers_imports_none(archive: Path) -> None:
+def test_looking_for_wrappers_imports_none(archive):
     code = """
 import sys, torch, async_ckpt
 before = set(sys.modules)

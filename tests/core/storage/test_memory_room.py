@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import Nursery
 from states import open_run
 
 from async_ckpt import StorageFullError
@@ -27,13 +26,13 @@ def memory(monkeypatch, quick_path: Path) -> Path:
     return quick_path / "run"
 
 
-def test_a_place_in_memory_has_the_room_that_is_left_of_memory(memory: Path, tmp_path: Path):
+def test_a_place_in_memory_has_the_room_that_is_left_of_memory(memory, tmp_path):
     assert LocalStorage(memory).free_bytes() == 192 << 20
     if not volatile.is_in_memory(tmp_path):
         assert (LocalStorage(tmp_path).free_bytes() or 0) > 192 << 20
 
 
-def test_a_save_that_memory_cannot_take_is_refused_before_anything_is_written(memory: Path):
+def test_a_save_that_memory_cannot_take_is_refused_before_anything_is_written(memory):
     state = {"w": torch.empty(200 << 20, dtype=torch.uint8)}
     with open_run(memory, host_bytes=512 << 20) as ckpt:
         handle = ckpt.save(state, 1)
@@ -44,7 +43,7 @@ def test_a_save_that_memory_cannot_take_is_refused_before_anything_is_written(me
     assert not list(memory.glob("step_*/*"))
 
 
-def test_where_memory_has_no_room_any_more_the_next_save_goes_to_the_disk(memory: Path, tmp_path: Path, monkeypatch):
+def test_where_memory_has_no_room_any_more_the_next_save_goes_to_the_disk(memory, tmp_path, monkeypatch):
     state = {"w": torch.zeros(1 << 20, dtype=torch.uint8)}
     with open_run([memory, tmp_path / "disk"]) as ckpt:
         assert str(memory) in ckpt.save(state, 1).result().path
@@ -54,9 +53,7 @@ def test_where_memory_has_no_room_any_more_the_next_save_goes_to_the_disk(memory
         assert str(memory) in ckpt.save(state, 3).result().path
 
 
-def test_a_restart_frees_the_memory_of_killed_writers_before_it_takes_its_own(
-    memory: Path, tmp_path: Path, nursery: Nursery
-):
+def test_a_restart_frees_the_memory_of_killed_writers_before_it_takes_its_own(memory, tmp_path, nursery):
     """Also what ranks have left: the locks of all that write to a RAM disk are visible on its machine."""
     ended = nursery.run(
         """

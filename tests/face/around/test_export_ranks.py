@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from buckets import Bucket
 from rank_worlds import Worlds
 from states import difference
 
@@ -56,9 +55,7 @@ def assert_is_whole(worlds: Worlds, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "make"), [(3, "fsdp()"), (4, "hsdp(2)"), (4, "fsdp_tp(2)"), (1, "fsdp()")])
-def test_the_folder_has_the_full_weights_bit_for_bit_and_nothing_is_left_beside_it(
-    worlds: Worlds, tmp_path: Path, size: int, make: str
-):
+def test_the_folder_has_the_full_weights_bit_for_bit_and_nothing_is_left_beside_it(worlds, tmp_path, size, make):
     out = tmp_path / "out"
     told = run(worlds, size, make, str(out / "hf"))
 
@@ -68,7 +65,7 @@ def test_the_folder_has_the_full_weights_bit_for_bit_and_nothing_is_left_beside_
     assert told[0][1:] == [sum(path.stat().st_size for path in (out / "hf").iterdir()), 6]
 
 
-def test_shards_are_as_of_a_whole_model_and_the_next_export_takes_their_place(worlds: Worlds, tmp_path: Path):
+def test_shards_are_as_of_a_whole_model_and_the_next_export_takes_their_place(worlds, tmp_path):
     out = tmp_path / "hf"
     run(worlds, 2, "fsdp()", str(out), most=1000, times=3)
 
@@ -78,7 +75,7 @@ def test_shards_are_as_of_a_whole_model_and_the_next_export_takes_their_place(wo
     assert sorted(path.name for path in tmp_path.iterdir() if "parts" in path.name) == []
 
 
-def test_in_a_store(worlds: Worlds, bucket: Bucket, tmp_path: Path):
+def test_in_a_store(worlds, bucket, tmp_path):
     place = f"Place({bucket.url('hf')!r}, options={bucket.server.options})"
     ended = worlds.run(2, EXPORT.format(make="fsdp()", out=place, most=10**9, times=2))
 
@@ -103,7 +100,7 @@ except Exception as error:
 """
 
 
-def test_a_rank_that_cannot_do_its_part_is_named_and_nothing_is_left(worlds: Worlds):
+def test_a_rank_that_cannot_do_its_part_is_named_and_nothing_is_left(worlds):
     harm = "weights['0.weight'] = DTensor.from_local(torch.ones(3, 13), mesh_of(), [Partial()], run_check=False)"
     rank_0, rank_1 = worlds.run(2, FAILS.format(harm=harm))
 
@@ -130,7 +127,7 @@ for number in range(2):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_call_that_raises_on_one_rank_fails_the_others_at_once(worlds: Worlds, rank: int, which: int):
+def test_a_call_that_raises_on_one_rank_fails_the_others_at_once(worlds, rank, which):
     """In the first export, before ranks have met, and in a later one."""
     ended = worlds.run(2, RAISES.format(rank=rank, which=which))
 
@@ -168,9 +165,7 @@ export(weights)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_whatever_is_wrong_in_one_call_the_others_are_told_and_the_next_call_is_the_same_for_all(
-    worlds: Worlds, rank: int
-):
+def test_whatever_is_wrong_in_one_call_the_others_are_told_and_the_next_call_is_the_same_for_all(worlds, rank):
     """An argument that is checked first, another spelling of the destination, what is no model, and a call that is wrong on
     all ranks.
     """
@@ -186,7 +181,7 @@ def test_whatever_is_wrong_in_one_call_the_others_are_told_and_the_next_call_is_
     assert [path.name for path in worlds.root.iterdir()] == ["hf"]
 
 
-def test_a_rank_that_lacks_some_weights_leaves_a_gap_that_is_told(worlds: Worlds):
+def test_a_rank_that_lacks_some_weights_leaves_a_gap_that_is_told(worlds):
     rank_0, rank_1 = worlds.run(2, FAILS.format(harm="del weights['2.weight']"))
 
     assert rank_0.told[0][0] == "CorruptCheckpointError"
@@ -243,7 +238,7 @@ export({name: value + 1 for name, value in own.items()})
 )
 
 
-def test_a_rank_whose_weights_are_whole_replaces_nothing_and_nobody_waits_for_it(worlds: Worlds):
+def test_a_rank_whose_weights_are_whole_replaces_nothing_and_nobody_waits_for_it(worlds):
     rank_0, rank_1 = (one.told for one in worlds.run(2, WHOLE_ON_ONE))
 
     assert rank_0[0][0] == "PeerFailedError"
@@ -277,7 +272,7 @@ for kind in ("Llama", "Mixtral"):
 """
 
 
-def test_transformers_loads_what_ranks_have_exported_as_it_loads_the_whole_model(worlds: Worlds):
+def test_transformers_loads_what_ranks_have_exported_as_it_loads_the_whole_model(worlds):
     """Tied embeddings are written once, and experts that are one tensor in memory are published each on its own."""
     worlds.run(2, TRANSFORMERS)  # two of them import transformers
     import exported as hf

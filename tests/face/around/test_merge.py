@@ -12,7 +12,6 @@ import pytest
 import safetensors.torch
 import torch
 from archives import flip
-from buckets import Bucket
 from fake_ranks import distributed, standing_at
 from matrix_slices import MODEL_PARALLEL, fsdp2_over_tp, numbered, torch_cuts
 from rank_archives import ATTEMPT, Build, commit, write_all
@@ -57,7 +56,7 @@ def everything(rank: int) -> dict[str, Any]:
     }
 
 
-def test_a_merged_step_loads_as_the_step_does(tmp_path: Path):
+def test_a_merged_step_loads_as_the_step_does(tmp_path):
     run = saved(tmp_path, 6, everything)
 
     report = async_ckpt.merge(run, 1, tmp_path / "new" / "x.tar")
@@ -71,9 +70,7 @@ def test_a_merged_step_loads_as_the_step_does(tmp_path: Path):
 
 
 @pytest.mark.parametrize("segment_bytes", [4 * MIB, 8 * MIB])
-def test_it_is_the_same_archive_whatever_the_segments_are(
-    segment_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_it_is_the_same_archive_whatever_the_segments_are(segment_bytes, tmp_path, monkeypatch):
     """A tensor goes over several, and the digests over the border of two."""
 
     def build(_: int) -> dict[str, Any]:
@@ -97,7 +94,7 @@ def test_it_is_the_same_archive_whatever_the_segments_are(
     assert torch.equal(tensors["wide"], numbered((5, 777_777)))
 
 
-def test_a_trained_model_and_its_optimizer_go_on_from_a_merged_archive(tmp_path: Path):
+def test_a_trained_model_and_its_optimizer_go_on_from_a_merged_archive(tmp_path):
     run = saved(tmp_path, 3, lambda _: trained(3))
     async_ckpt.merge(run, 1, tmp_path / "x.tar")
 
@@ -108,7 +105,7 @@ def test_a_trained_model_and_its_optimizer_go_on_from_a_merged_archive(tmp_path:
     assert difference(loaded["optimizer"]["state"], expected["optimizer"].state_dict()["state"]) is None
 
 
-def test_values_of_each_rank_need_a_choice(tmp_path: Path):
+def test_values_of_each_rank_need_a_choice(tmp_path):
     run = saved(tmp_path, 3, own_values, per_rank=("rng",))
 
     with pytest.raises(
@@ -123,7 +120,7 @@ def test_values_of_each_rank_need_a_choice(tmp_path: Path):
     assert difference(async_ckpt.load(tmp_path / "x.tar"), {**own_values(2), "timer": 0.0}) is None
 
 
-def test_borrowed_groups_are_in_it(tmp_path: Path):
+def test_borrowed_groups_are_in_it(tmp_path):
     root = tmp_path / "run"
     with async_ckpt.AsyncCheckpointer(root) as ckpt:
         base = {"frozen": {"w": torch.ones(5), "tied": None}, "model": {"w": torch.zeros(3)}}
@@ -140,7 +137,7 @@ class Odd:
     """No plain data."""
 
 
-def test_values_that_are_not_plain_need_trust(tmp_path: Path):
+def test_values_that_are_not_plain_need_trust(tmp_path):
     root = tmp_path / "run"
     with async_ckpt.AsyncCheckpointer(root) as ckpt:
         ckpt.save({"odd": Odd(), "w": torch.ones(2)}, 1).result()
@@ -152,7 +149,7 @@ def test_values_that_are_not_plain_need_trust(tmp_path: Path):
     assert isinstance(async_ckpt.load(tmp_path / "x.tar", trust=True)["odd"], Odd)
 
 
-def test_damage_is_told_and_leaves_nothing(tmp_path: Path):
+def test_damage_is_told_and_leaves_nothing(tmp_path):
     run = saved(tmp_path, 3, lambda _: {"large": numbered((4000, 1024))})
     (tmp_path / "x.tar").write_bytes(b"before")
     flip(run / "step_00000001" / f"rank_00001.{ATTEMPT}.tar", 5_000_000)
@@ -164,7 +161,7 @@ def test_damage_is_told_and_leaves_nothing(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "x.tar"]
 
 
-def test_what_cannot_be_merged_is_told_before_anything_is_read(tmp_path: Path):
+def test_what_cannot_be_merged_is_told_before_anything_is_read(tmp_path):
     run = saved(tmp_path, 2, lambda _: {"w": numbered((3,))})
 
     with pytest.raises(NotCommittedError, match="step 7 is not committed there; 1 are"):
@@ -186,7 +183,7 @@ def test_what_cannot_be_merged_is_told_before_anything_is_read(tmp_path: Path):
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
-def test_the_folder_of_a_step_may_be_named_whatever_it_is_called(tmp_path: Path):
+def test_the_folder_of_a_step_may_be_named_whatever_it_is_called(tmp_path):
     state = {"w": numbered((3,))}
     folder = saved(tmp_path, 2, lambda _: state) / "step_00000001"
     folder.rename(tmp_path / "best")
@@ -195,7 +192,7 @@ def test_the_folder_of_a_step_may_be_named_whatever_it_is_called(tmp_path: Path)
         assert difference(async_ckpt.load(tmp_path / "x.tar"), state) is None
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
     run = saved(tmp_path, 2, lambda _: {"w": numbered((300, 1000))})
     (tmp_path / "full").mkdir()
     monkeypatch.setattr("os.pwrite", full)
@@ -211,7 +208,7 @@ def full(*_: Any) -> int:
     raise OSError(28, "No space left on device")
 
 
-def test_it_takes_a_few_segments_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_it_takes_a_few_segments_of_memory(tmp_path, monkeypatch):
     """Of 128 MiB, of which each rank has half of every row."""
 
     def build(_: int) -> dict[str, Any]:
@@ -239,7 +236,7 @@ def test_it_takes_a_few_segments_of_memory(tmp_path: Path, monkeypatch: pytest.M
     assert torch.equal(loaded.flatten(), torch.arange(16 * 1024 * 1024))
 
 
-def test_from_store_to_store(bucket: Bucket, tmp_path: Path):
+def test_from_store_to_store(bucket, tmp_path):
     run = saved(tmp_path, 3, lambda _: {"large": numbered((3000, 1024)), "small": numbered((3,))})
     there = [bucket.place(name) for name in ("run", "new/x.tar")]
     async_ckpt.files.upload_directory(run, there[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import pytest
-from rank_worlds import Worlds
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed")
 
@@ -60,7 +59,7 @@ def state_of(model, optimizer, first):
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_its_experts_and_their_moments_go_on_by_their_global_numbers(worlds: Worlds, size: int):
+def test_its_experts_and_their_moments_go_on_by_their_global_numbers(worlds, size):
     saved = worlds.run(
         2,
         MODEL

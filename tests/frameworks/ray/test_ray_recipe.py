@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "schedulers.md").read_text(encoding="utf-8")
 
 
-def test_the_script_trains_and_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+def test_the_script_trains_and_goes_on_when_it_is_started_again(tmp_path):
     block = re.search(r'^```python title="train_ray.py"\n(.*?)^```$', PAGE, flags=re.M | re.S)
     assert block is not None
     (tmp_path / "train_ray.py").write_text(block[1], encoding="utf-8")

@@ -140,7 +140,7 @@ def steps_in(result: Result) -> list[str]:
     return [Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints]
 
 
-def test_ray_has_each_step_once_it_is_durable_and_deletes_by_its_own_rules(tmp_path: Path) -> None:
+def test_ray_has_each_step_once_it_is_durable_and_deletes_by_its_own_rules(tmp_path):
     keep = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="score")
     result = fit(tmp_path, keep=keep)
     assert Path(result.checkpoint.path) == tmp_path / "storage/run/step_00000004"
@@ -155,9 +155,7 @@ def test_ray_has_each_step_once_it_is_durable_and_deletes_by_its_own_rules(tmp_p
     assert set(state) == {"model", "optimizer"}
 
 
-def test_a_training_whose_worker_is_killed_goes_on_with_the_same_losses_and_then_on_fewer(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_a_training_whose_worker_is_killed_goes_on_with_the_same_losses_and_then_on_fewer(whole, tmp_path):
     fit(tmp_path, max_failures=1, dies_at=3)
     assert (tmp_path / "losses/died").exists()
     for rank in range(2):
@@ -167,9 +165,7 @@ def test_a_training_whose_worker_is_killed_goes_on_with_the_same_losses_and_then
     assert list(losses_of(tmp_path, "1-0.jsonl")) == [5, 6]
 
 
-def test_whenever_a_worker_is_killed_training_goes_on_from_a_durable_step_with_the_same_losses(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_whenever_a_worker_is_killed_training_goes_on_from_a_durable_step_with_the_same_losses(whole, tmp_path):
     """Killed at calls that change the disk, a write half done."""
     calls = [int((whole / f"losses/ended-2-{rank}").read_text()) for rank in range(2)]
     losses = [losses_of(whole, f"2-{rank}.jsonl") for rank in range(2)]
@@ -186,9 +182,7 @@ def test_whenever_a_worker_is_killed_training_goes_on_from_a_durable_step_with_t
             assert losses_of(folder, f"2-{of_rank}.jsonl").keys() == expected.keys()
 
 
-def test_a_run_in_a_store_goes_on_after_a_kill_and_ray_deletes_there_by_its_own_rules(
-    whole: Path, s3: Any, bucket: str, tmp_path: Path
-) -> None:
+def test_a_run_in_a_store_goes_on_after_a_kill_and_ray_deletes_there_by_its_own_rules(whole, s3, bucket, tmp_path):
     filesystem = pyarrow.fs.S3FileSystem(
         access_key=s3.options["access_key_id"],
         secret_key=s3.options["secret_access_key"],
@@ -224,7 +218,7 @@ def without_group(config: dict[str, Any]) -> None:
                 ckpt.report({}, ckpt.save(state, state["step"]))
 
 
-def test_workers_without_a_process_group_agree_by_a_store_of_their_own(tmp_path: Path) -> None:
+def test_workers_without_a_process_group_agree_by_a_store_of_their_own(tmp_path):
     trainer = TorchTrainer(
         without_group,
         train_loop_config={},
@@ -239,7 +233,7 @@ def unknown_storage(config: dict[str, Any]) -> None:
     RayCheckpointer()
 
 
-def test_a_storage_file_system_whose_url_is_not_known_is_refused(tmp_path: Path) -> None:
+def test_a_storage_file_system_whose_url_is_not_known_is_refused(tmp_path):
     """One of Python's own, say, of which only its kind is known."""
     filesystem = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fsspec.filesystem("local")))
     trainer = TorchTrainer(
@@ -251,7 +245,7 @@ def test_a_storage_file_system_whose_url_is_not_known_is_refused(tmp_path: Path)
         trainer.fit()
 
 
-def test_steps_that_ray_has_not_heard_of_are_reported_when_one_is_restored(tmp_path: Path) -> None:
+def test_steps_that_ray_has_not_heard_of_are_reported_when_one_is_restored(tmp_path):
     result = fit(tmp_path, max_failures=1, is_silent_at=2)
     assert sorted(steps_in(result)) == [f"step_{step:08d}" for step in range(5)]
     scores = {Path(checkpoint.path).name: metrics["score"] for checkpoint, metrics in result.best_checkpoints}
@@ -272,7 +266,7 @@ def failing(config: dict[str, Any]) -> None:
         ckpt.wait()
 
 
-def test_a_save_that_fails_fails_the_training(tmp_path: Path) -> None:
+def test_a_save_that_fails_fails_the_training(tmp_path):
     trainer = TorchTrainer(
         failing,
         train_loop_config={"storage": str(tmp_path)},

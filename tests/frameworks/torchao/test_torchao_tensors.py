@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from rank_worlds import Worlds
 from states import open_run
 from tensor_classes import bytes_in
 from torch import nn
@@ -256,7 +255,7 @@ def content(state):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-def test_a_training_under_fsdp2_goes_on_bit_for_bit_on_as_many_ranks(worlds: Worlds):
+def test_a_training_under_fsdp2_goes_on_bit_for_bit_on_as_many_ranks(worlds):
     worlds.run(
         2,
         SHARDED
@@ -284,7 +283,7 @@ here.tell(content(live) == content(want))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 @pytest.mark.parametrize("size", [1, 4])
-def test_a_training_under_fsdp2_goes_on_with_another_number_of_ranks(worlds: Worlds, size: int):
+def test_a_training_under_fsdp2_goes_on_with_another_number_of_ranks(worlds, size):
     """The class cuts its scales by rows, where these are whole blocks."""
     saved = worlds.run(
         2,
@@ -335,7 +334,7 @@ def sharded(whole):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 @pytest.mark.parametrize("size", [1, 4])
-def test_quantised_weights_are_cut_again_for_another_number_of_ranks(worlds: Worlds, size: int):
+def test_quantised_weights_are_cut_again_for_another_number_of_ranks(worlds, size):
     worlds.run(
         2, QUANTISED + "\nwith open_run(here.root) as ckpt:\n    here.save(ckpt, {'w': sharded(weight(0))}, 1)\n"
     )
@@ -353,7 +352,7 @@ here.tell(bytes_in(live["w"]._local_tensor) == bytes_in(sharded(weight(0))._loca
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-def test_moments_whose_blocks_are_not_rows_are_refused_by_name_on_another_number_of_ranks(worlds: Worlds):
+def test_moments_whose_blocks_are_not_rows_are_refused_by_name_on_another_number_of_ranks(worlds):
     sharded = SHARDED.replace("Linear(256, 64 * 2)", "Linear(128, 64 * 4)").replace("randn(4, 256", "randn(4, 128")
     worlds.run(2, sharded + "\nwith open_run(here.root) as ckpt:\n    here.save(ckpt, training(1), 1)\n")
     ended = worlds.run(

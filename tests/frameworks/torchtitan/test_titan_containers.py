@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,7 +94,7 @@ def assert_goes_on_alike(before: Trainer, live: Trainer) -> None:
 @pytest.mark.parametrize("steps", [0, 3], ids=["fresh", "trained"])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_what_torchtitan_trains_comes_back(tmp_path: Path, groups: str, parts: int, steps: int):
+def test_what_torchtitan_trains_comes_back(tmp_path, groups, parts, steps):
     before = Trainer(0, groups=groups, parts=parts)
     live = Trainer(1, groups=groups, parts=parts, steps=steps)
     with open_run(tmp_path, guard=before.optimizers) as ckpt:
@@ -113,7 +112,7 @@ def plain(one: Trainer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_a_plain_optimizer_and_the_container_take_each_others_state(tmp_path: Path):
+def test_a_plain_optimizer_and_the_container_take_each_others_state(tmp_path):
     before, live = Trainer(0), Trainer(1)
     model = nn.ModuleList(before.parts)[0]
     with open_run(tmp_path / "plain") as ckpt:

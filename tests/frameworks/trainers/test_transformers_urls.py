@@ -10,7 +10,6 @@ import pytest
 import torch
 from clients import environment_of
 from racing import Thrown
-from rank_worlds import Worlds
 
 pytest.importorskip("transformers")
 
@@ -162,7 +161,7 @@ _KINDS = [
 
 
 @pytest.mark.parametrize(("kind", "model"), _KINDS, ids=["ddp", "fsdp2", "folders", "files"])
-def test_two_ranks_write_to_a_store_and_are_resumed(worlds: Worlds, s3, url, folder, kind, model):
+def test_two_ranks_write_to_a_store_and_are_resumed(worlds, s3, url, folder, kind, model):
     told = []
     for steps in (4, STEPS):
         script = _TRAIN.format(

@@ -12,7 +12,6 @@ import torch
 
 import async_ckpt
 from async_ckpt.integrations.common import stored_weights
-from async_ckpt.testing.servers import Server
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
@@ -78,7 +77,7 @@ def test_an_engine_starts_with_what_was_saved_to_a_disk(on_disk, save):
 
 
 @pytest.mark.parametrize("save", SAVED, ids=lambda save: save.__name__)
-def test_an_engine_starts_with_what_was_saved_to_a_store(s3: Server, bucket: str, save):
+def test_an_engine_starts_with_what_was_saved_to_a_store(s3, bucket, save):
     trained, model = Decoder(), Decoder()
     path = save(trained, lambda name: async_ckpt.Place(f"s3://{bucket}/{name}", options=s3.options))
     assert path.startswith("s3://")
@@ -88,7 +87,7 @@ def test_an_engine_starts_with_what_was_saved_to_a_store(s3: Server, bucket: str
     assert same(model, trained)
 
 
-def test_an_engine_starts_with_a_version_that_was_published_to_a_store(s3: Server, bucket: str, tmp_path):
+def test_an_engine_starts_with_a_version_that_was_published_to_a_store(s3, bucket, tmp_path):
     trained, model = Decoder(), Decoder()
     root = f"s3://{bucket}/weights"
     with async_ckpt.Publisher(async_ckpt.Place(root, options=s3.options)) as publisher:

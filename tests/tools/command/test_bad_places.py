@@ -82,16 +82,14 @@ def refusing() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("call", READERS, ids=lambda call: call[0])
-def test_wrong_credentials_are_said_without_the_secret(
-    root: Path, tmp_path: Path, refusing: list[str], call: tuple[str, ...]
-) -> None:
+def test_wrong_credentials_are_said_without_the_secret(root, tmp_path, refusing, call):
     ended = run_command(*arguments_of(call, "s3://bucket/a", root, tmp_path), *refusing, "--json", **KEYS)
     assert_is_one_line(ended, 74, "403", "s3://bucket/a")
     assert KEYS["AWS_SECRET_ACCESS_KEY"] not in ended.stderr
 
 
 @pytest.mark.parametrize("call", [*READERS, ("bench", "--size", "1MB")], ids=lambda call: call[0])
-def test_a_store_that_never_answers_is_given_up(root: Path, tmp_path: Path, call: tuple[str, ...]) -> None:
+def test_a_store_that_never_answers_is_given_up(root, tmp_path, call):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         store = ["--endpoint", f"http://127.0.0.1:{mute.getsockname()[1]}", "--region", "x", "--deadline", "0.5"]
         ended = run_command(*arguments_of(call, "s3://bucket/a", root, tmp_path), *store, "--json", **KEYS)
@@ -112,7 +110,7 @@ def as_somebody_else() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("call", READERS, ids=lambda call: call[0])
-def test_a_step_without_permission_is_named(call: tuple[str, ...]) -> None:
+def test_a_step_without_permission_is_named(call):
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         root, tmp = Path(folder, "a"), Path(folder, "out")
@@ -133,14 +131,8 @@ def test_a_step_without_permission_is_named(call: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("step", [2, 3])
 @pytest.mark.parametrize("call", READERS[:3] + READERS[4:5], ids=lambda call: call[0])
 def test_of_a_run_whose_step_vanishes_while_it_is_read_the_others_are_read(
-    root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call: tuple[str, ...],
-    step: int,
-    method: str,
-    file: str,
-) -> None:
+    root, tmp_path, monkeypatch, call, step, method, file
+):
     folder, real = f"step_{step:08d}", getattr(LocalStorage, method)
 
     def vanishing(self: LocalStorage, path: str, *arguments: Any, **options: Any) -> Any:
@@ -162,7 +154,7 @@ def test_of_a_run_whose_step_vanishes_while_it_is_read_the_others_are_read(
 
 
 @pytest.mark.parametrize("option", [("--endpoint", "http://127.0.0.1:9"), ("--region", "x"), ("--anonymous",)])
-def test_options_of_a_store_are_refused_for_a_path(root: Path, option: tuple[str, ...]) -> None:
+def test_options_of_a_store_are_refused_for_a_path(root, option):
     ended = run_command("ls", root, *option)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert (

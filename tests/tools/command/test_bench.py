@@ -10,8 +10,6 @@ import sys
 import threading
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
-from typing import Any
 
 import pytest
 from buckets import bucket  # noqa: F401
@@ -24,7 +22,7 @@ from async_ckpt.tools.command.bench import Measured, advice_for
 SMALL = ("--size", "8MB", "--tensors", "10")
 
 
-def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path):
     (tmp_path / "mine").touch()
     told = documented("bench", tmp_path, *SMALL)
 
@@ -39,12 +37,12 @@ def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_folder_that_was_not_there_is_gone_again(tmp_path: Path) -> None:
+def test_a_folder_that_was_not_there_is_gone_again(tmp_path):
     assert "training held up" in run_command("bench", tmp_path / "new", *SMALL).stdout
     assert not (tmp_path / "new").exists()
 
 
-def test_a_store_is_measured_and_left_as_it_was(bucket: Any) -> None:  # noqa: F811
+def test_a_store_is_measured_and_left_as_it_was(bucket):  # noqa: F811
     store, keys = store_options(bucket.server.options)
     ended = run_command("bench", bucket.url("runs"), *SMALL, *store, "--json", **keys)
     assert ended.returncode == 0, ended.stderr
@@ -56,7 +54,7 @@ def test_a_store_is_measured_and_left_as_it_was(bucket: Any) -> None:  # noqa: F
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path, number: int) -> None:
+def test_nothing_is_left_when_it_is_interrupted(tmp_path, number):
     command = [sys.executable, "-m", "async_ckpt", "bench", str(tmp_path), "--size", "200MB"]
     before = signal.signal(number, signal.default_int_handler)  # a child inherits only that a signal is ignored
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
@@ -68,7 +66,7 @@ def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path, number: int) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_left_in_a_store_when_it_is_terminated(bucket: Any) -> None:  # noqa: F811
+def test_nothing_is_left_in_a_store_when_it_is_terminated(bucket):  # noqa: F811
     store, keys = store_options(bucket.server.options)
     command = [sys.executable, "-m", "async_ckpt", "bench", bucket.url("runs"), "--size", "200MB", *store]
     with subprocess.Popen(command, env=os.environ | keys, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
@@ -89,7 +87,7 @@ def test_nothing_is_left_in_a_store_when_it_is_terminated(bucket: Any) -> None: 
         (("--tensors", "0"), "at least"),
     ],
 )
-def test_sizes_that_make_no_sense_are_refused(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_sizes_that_make_no_sense_are_refused(tmp_path, arguments, said):
     ended = run_command("bench", tmp_path, *arguments)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert said in ended.stderr
@@ -106,9 +104,7 @@ def test_sizes_that_make_no_sense_are_refused(tmp_path: Path, arguments: tuple[s
         (9.0, 0.2, 8.0, False, "AsyncCheckpointer([a local folder, this root])"),
     ],
 )
-def test_the_advice_follows_from_the_figures(
-    save: float, stall: float, write: float, is_local: bool, said: str
-) -> None:
+def test_the_advice_follows_from_the_figures(save, stall, write, is_local, said):
     raw = Measured("raw write, O_DIRECT", 10**9, None, [write])
     rows = [
         raw,
@@ -134,7 +130,7 @@ class LateClock(BaseHTTPRequestHandler):
         pass
 
 
-def test_doctor_compares_the_clock_with_that_of_the_store(bucket: Any) -> None:  # noqa: F811
+def test_doctor_compares_the_clock_with_that_of_the_store(bucket):  # noqa: F811
     store, keys = store_options(bucket.server.options)
     told = json.loads(run_command("doctor", bucket.url("runs"), *store, "--json", **keys).stdout)["findings"]
     assert [(one["verdict"], "agrees" in one["text"]) for one in told if one["subject"] == "clock"] == [("ok", True)]
@@ -152,6 +148,6 @@ def test_doctor_compares_the_clock_with_that_of_the_store(bucket: Any) -> None: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="has /proc")
-def test_doctor_says_where_no_file_can_be_made() -> None:
+def test_doctor_says_where_no_file_can_be_made():
     told = documented("doctor", "/proc/nowhere", status=1)["findings"]
     assert [one["verdict"] for one in told if one["subject"] == "/proc/nowhere"] == ["bad"]

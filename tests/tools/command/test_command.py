@@ -55,7 +55,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_ls_lists_the_steps_of_a_run(root: Path) -> None:
+def test_ls_lists_the_steps_of_a_run(root):
     told = documented("ls", root)
 
     assert (told["version"], told["kind"]) == (1, "steps")
@@ -82,7 +82,7 @@ def test_ls_lists_the_steps_of_a_run(root: Path) -> None:
     assert len(lines) == 3
 
 
-def test_ls_lists_the_runs_in_a_folder(root: Path) -> None:
+def test_ls_lists_the_runs_in_a_folder(root):
     (run,) = documented("ls", root.parent)["runs"]
     assert (run["name"], run["num_steps"], run["latest"]) == ("a", 2, 2)
 
@@ -90,7 +90,7 @@ def test_ls_lists_the_runs_in_a_folder(root: Path) -> None:
 @pytest.mark.parametrize(
     ("named", "step"), [("@1", 1), ("@latest", 2), ("@best:loss", 2), ("@best:loss:max", 1), ("/@1", 1)]
 )
-def test_a_step_is_named_by_its_run_and_what_it_is_there(root: Path, named: str, step: int) -> None:
+def test_a_step_is_named_by_its_run_and_what_it_is_there(root, named, step):
     assert run_command("inspect", f"{root}{named}", "step").stdout == f"{step}\n"
     assert documented("verify", f"{root}{named}")["steps"] == [step]
 
@@ -105,18 +105,18 @@ def test_a_step_is_named_by_its_run_and_what_it_is_there(root: Path, named: str,
         ("/nowhere@latest", "there is nothing at this path"),
     ],
 )
-def test_a_step_that_no_run_has_is_named_with_those_that_there_are(root: Path, named: str, reason: str) -> None:
+def test_a_step_that_no_run_has_is_named_with_those_that_there_are(root, named, reason):
     ended = run_command("inspect", f"{root}{named}")
     assert (ended.returncode in (1, 2), reason in ended.stderr) == (True, True), ended.stderr
 
 
-def test_a_path_that_is_there_is_no_step_of_a_run(root: Path, tmp_path: Path) -> None:
+def test_a_path_that_is_there_is_no_step_of_a_run(root, tmp_path):
     run = Path(shutil.copytree(root, tmp_path / "a"))
     shutil.copytree(root, tmp_path / "a@1")
     assert [row["step"] for row in documented("ls", f"{run}@1")["steps"]] == [1, 2]
 
 
-def test_a_step_of_a_run_in_a_store_is_named_by_its_number(bucket: Bucket) -> None:  # noqa: F811
+def test_a_step_of_a_run_in_a_store_is_named_by_its_number(bucket):  # noqa: F811
     with open_run(bucket.place("run")) as ckpt:
         ckpt.save({"epoch": 7}, 3).result()
     options, keys = store_options(bucket.server.options)
@@ -124,7 +124,7 @@ def test_a_step_of_a_run_in_a_store_is_named_by_its_number(bucket: Bucket) -> No
         assert run_command("inspect", bucket.url(f"run{named}"), "epoch", *options, **keys).stdout == "7\n"
 
 
-def test_files_with_numbers_in_their_names_are_no_steps(root: Path, tmp_path: Path) -> None:
+def test_files_with_numbers_in_their_names_are_no_steps(root, tmp_path):
     copy = Path(shutil.copytree(root, tmp_path / "a"))
     (copy / "events.out.tfevents.1700000000").write_text("of another program")
     (copy / "step_00000009").write_text("a file with the name of a step")
@@ -132,7 +132,7 @@ def test_files_with_numbers_in_their_names_are_no_steps(root: Path, tmp_path: Pa
     assert documented("repair", copy)["damages"] == []
 
 
-def test_ls_goes_on_with_the_rest_where_a_manifest_is_damaged(tmp_path: Path) -> None:
+def test_ls_goes_on_with_the_rest_where_a_manifest_is_damaged(tmp_path):
     with open_run(tmp_path / "run") as ckpt:
         for step in (1, 2):
             ckpt.save({"w": torch.ones(3)}, step).result()
@@ -144,7 +144,7 @@ def test_ls_goes_on_with_the_rest_where_a_manifest_is_damaged(tmp_path: Path) ->
     assert second["marks"] == ["latest", "tracker"]
 
 
-def test_ls_shows_what_is_not_committed_where_it_is_asked_to(tmp_path: Path) -> None:
+def test_ls_shows_what_is_not_committed_where_it_is_asked_to(tmp_path):
     with open_run(tmp_path / "run") as ckpt:
         ckpt.save({"w": torch.ones(3)}, 1).result()
     (tmp_path / "run/step_00000002").mkdir()
@@ -169,7 +169,7 @@ NAMED = (None, "verl", "skyrl", "deepspeed")
 
 
 @pytest.mark.parametrize("naming", [*NAMED, async_ckpt.Naming("at{:03d}step", None)])
-def test_only_names_of_the_run_s_own_naming_are_steps(tmp_path: Path, naming: Any) -> None:
+def test_only_names_of_the_run_s_own_naming_are_steps(tmp_path, naming):
     root = tmp_path / "run"
     with async_ckpt.AsyncCheckpointer(root, naming=naming) as ckpt:
         for step in (7, 12_000):
@@ -198,7 +198,7 @@ def test_only_names_of_the_run_s_own_naming_are_steps(tmp_path: Path, naming: An
     assert [row["step"] for row in documented("ls", root)["steps"]] == [7, 12_000]
 
 
-def test_a_step_whose_number_has_outgrown_the_zeros_of_its_naming_is_listed_once(tmp_path: Path) -> None:
+def test_a_step_whose_number_has_outgrown_the_zeros_of_its_naming_is_listed_once(tmp_path):
     with async_ckpt.AsyncCheckpointer(tmp_path, naming=async_ckpt.Naming("s{:02d}", None)) as ckpt:
         for step in (9, 10, 100):
             ckpt.save({"w": torch.ones(3)}, step).result()
@@ -206,7 +206,7 @@ def test_a_step_whose_number_has_outgrown_the_zeros_of_its_naming_is_listed_once
     assert async_ckpt.verify(tmp_path).steps == (9, 10, 100)
 
 
-def test_saves_that_have_failed_and_cleaned_up_are_listed_from_the_history(tmp_path: Path) -> None:
+def test_saves_that_have_failed_and_cleaned_up_are_listed_from_the_history(tmp_path):
     for root, committed in ((tmp_path / "a", [1]), (tmp_path / "b", [])):
         with open_run(root) as ckpt:
             for step in committed:
@@ -228,7 +228,7 @@ def test_saves_that_have_failed_and_cleaned_up_are_listed_from_the_history(tmp_p
     assert run_command("ls", tmp_path / "b").returncode == 1
 
 
-def test_names_of_other_things_in_a_bucket_are_no_steps(bucket: Bucket) -> None:  # noqa: F811
+def test_names_of_other_things_in_a_bucket_are_no_steps(bucket):  # noqa: F811
     with async_ckpt.AsyncCheckpointer(bucket.place("run")) as ckpt:
         ckpt.save({"w": torch.ones(3)}, 1).result()
     bucket.write([f"run/{name}" for name in FOREIGN_NAMES], b"x")
@@ -238,7 +238,7 @@ def test_names_of_other_things_in_a_bucket_are_no_steps(bucket: Bucket) -> None:
     assert [(row["step"], row["marks"]) for row in rows] == [(1, ["latest", "tracker"]), (3, ["not committed"])]
 
 
-def test_the_work_of_a_command_grows_with_the_names_in_the_root_and_not_with_their_square(tmp_path: Path) -> None:
+def test_the_work_of_a_command_grows_with_the_names_in_the_root_and_not_with_their_square(tmp_path):
     """Thousands of foreign names, each of which could be a naming of its own: a listing for each took minutes."""
     root = tmp_path / "run"
     with open_run(root) as ckpt:
@@ -265,7 +265,7 @@ def test_the_work_of_a_command_grows_with_the_names_in_the_root_and_not_with_the
     assert [listings(*words) for words in commands] == before
 
 
-def test_ls_has_columns_for_the_entries_of_records_that_most_steps_have(tmp_path: Path) -> None:
+def test_ls_has_columns_for_the_entries_of_records_that_most_steps_have(tmp_path):
     """A column for each of a hundred thousand keys took hours."""
     with open_run(tmp_path) as ckpt:
         for step in (1, 2):
@@ -287,7 +287,7 @@ def test_ls_has_columns_for_the_entries_of_records_that_most_steps_have(tmp_path
     assert len(documented("ls", tmp_path)["steps"][1]["record"]) == 3006
 
 
-def test_ls_lists_the_versions_of_a_publication(tmp_path: Path) -> None:
+def test_ls_lists_the_versions_of_a_publication(tmp_path):
     with Line(tmp_path / "v", gpt2()) as line:
         line.publish(1, 2)
 
@@ -298,7 +298,7 @@ def test_ls_lists_the_versions_of_a_publication(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("ls", "--help"), ("ls", "{root}"), ("ls", "{root}", "--json")])
-def test_help_and_ls_import_neither_torch_nor_rich_in_a_pipe(root: Path, arguments: tuple[str, ...]) -> None:
+def test_help_and_ls_import_neither_torch_nor_rich_in_a_pipe(root, arguments):
     code = (
         "import sys; from async_ckpt.tools.command.main import app; app(args=sys.argv[1:], standalone_mode=False); "
         "print({'torch', 'rich', 'numpy', 'obstore'} & {*sys.modules})"
@@ -308,7 +308,7 @@ def test_help_and_ls_import_neither_torch_nor_rich_in_a_pipe(root: Path, argumen
     assert out.stdout.splitlines()[-1] == "set()"
 
 
-def test_a_table_aligns_wide_characters_and_is_not_folded_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_aligns_wide_characters_and_is_not_folded_in_a_pipe(capsys):
     print_table(("name", ">size"), [("短い", "1"), ("x" * 20_000, "10")])
     head, wide, long = capsys.readouterr().out.splitlines()
     assert head == "name" + " " * 19_998 + "size"
@@ -316,7 +316,7 @@ def test_a_table_aligns_wide_characters_and_is_not_folded_in_a_pipe(capsys: pyte
     assert long == "x" * 20_000 + "    10"
 
 
-def test_inspect_shows_names_shapes_and_places(root: Path) -> None:
+def test_inspect_shows_names_shapes_and_places(root):
     rows = {row["name"]: row for row in documented("inspect", root / "step_00000002")["names"]}
 
     assert rows["base.w"]["shape"] == [2, 3]
@@ -326,14 +326,14 @@ def test_inspect_shows_names_shapes_and_places(root: Path) -> None:
     assert rows["step"]["value"] == 2
 
 
-def test_inspect_takes_statistics_of_what_is_finite(root: Path) -> None:
+def test_inspect_takes_statistics_of_what_is_finite(root):
     (row,) = documented("inspect", root, "head.odd", "--stats")["names"]
     assert row["stats"] == {
         "min": 1.0, "max": 3.0, "mean": 2.0, "std": 1.0, "norm": 10**0.5, "num_nan": 1, "num_inf": 1,
     }  # fmt: skip
 
 
-def test_inspect_takes_patterns_and_says_when_there_is_nothing(root: Path) -> None:
+def test_inspect_takes_patterns_and_says_when_there_is_nothing(root):
     assert [row["name"] for row in documented("inspect", root, "base.*")["names"]] == ["base.w"]
     ended = run_command("inspect", root, "typo")
     assert (ended.returncode, ended.stdout) == (1, "")
@@ -355,7 +355,7 @@ PRINTED = [
 ]
 
 
-def test_inspect_prints_one_tensor_as_torch_does(tmp_path: Path) -> None:
+def test_inspect_prints_one_tensor_as_torch_does(tmp_path):
     with open_run(tmp_path / "run") as ckpt:
         ckpt.save({f"t{number:02d}": tensor for number, tensor in enumerate(PRINTED)}, 1).result()
     for number, tensor in enumerate(PRINTED):
@@ -364,7 +364,7 @@ def test_inspect_prints_one_tensor_as_torch_does(tmp_path: Path) -> None:
     assert "tensor(" not in run_command("inspect", tmp_path / "run", "t0*").stdout
 
 
-def test_inspect_prints_each_of_several_values_that_are_named_in_their_order(tmp_path: Path) -> None:
+def test_inspect_prints_each_of_several_values_that_are_named_in_their_order(tmp_path):
     with open_run(tmp_path / "run") as ckpt:
         ckpt.save({"epoch": 7, "name": "a"}, 1).result()
     for names in (("epoch", "name"), ("name", "epoch")):
@@ -372,7 +372,7 @@ def test_inspect_prints_each_of_several_values_that_are_named_in_their_order(tmp
     assert run_command("inspect", tmp_path / "run", "name").stdout == '"a"\n'
 
 
-def test_inspect_of_several_ranks_says_which_have_written_a_tensor(tmp_path: Path) -> None:
+def test_inspect_of_several_ranks_says_which_have_written_a_tensor(tmp_path):
     folder = tmp_path / "step_00000001"
     folder.mkdir()
     commit(
@@ -386,7 +386,7 @@ def test_inspect_of_several_ranks_says_which_have_written_a_tensor(tmp_path: Pat
     assert " 0-3" in run_command("inspect", folder, "whole").stdout
 
 
-def test_inspect_of_hundreds_of_ranks_opens_a_few_archives(tmp_path: Path) -> None:
+def test_inspect_of_hundreds_of_ranks_opens_a_few_archives(tmp_path):
     """By the layout of the step: those of the others need not even be there, unless a place in them is asked for."""
     step = step_on_disk(tmp_path / "run", 32, 3)
     run = {"names": documented("inspect", step)["names"], "rows": run_command("inspect", step).stdout}
@@ -401,13 +401,13 @@ def test_inspect_of_hundreds_of_ranks_opens_a_few_archives(tmp_path: Path) -> No
     assert run_command("inspect", step, "--json").returncode == 1
 
 
-def test_inspect_reads_folders_of_hugging_face(tmp_path: Path) -> None:
+def test_inspect_reads_folders_of_hugging_face(tmp_path):
     async_ckpt.export_hf(gpt2(), tmp_path / "hf").result()
     rows = documented("inspect", tmp_path / "hf")["names"]
     assert any(row["name"] == "transformer.wte.weight" for row in rows)
 
 
-def test_doctor_says_how_things_are_and_no_secret(tmp_path: Path) -> None:
+def test_doctor_says_how_things_are_and_no_secret(tmp_path):
     ended = run_command("doctor", tmp_path, "--json", AWS_ACCESS_KEY_ID="AKIASECRET")
     told = json.loads(ended.stdout)["findings"]
     assert {"async_ckpt", "Python", "torch", "free space"} <= {one["subject"] for one in told}
@@ -437,9 +437,7 @@ def test_doctor_says_how_things_are_and_no_secret(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_answered_is_said_on_stderr(
-    tmp_path: Path, arguments: tuple[str, ...], status: int, said: str
-) -> None:
+def test_what_cannot_be_answered_is_said_on_stderr(tmp_path, arguments, status, said):
     (tmp_path / "file").write_text("no archive")
     (tmp_path / "empty").mkdir()
     env = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
@@ -451,30 +449,30 @@ def test_what_cannot_be_answered_is_said_on_stderr(
 
 @pytest.mark.parametrize("columns", [40, 120])
 @pytest.mark.parametrize("word", ["ls", "inspect"])
-def test_nothing_of_a_checkpoint_reaches_a_terminal_raw(root: Path, word: str, columns: int) -> None:
+def test_nothing_of_a_checkpoint_reaches_a_terminal_raw(root, word, columns):
     assert b"\x1b[31m" not in in_terminal(word, root, columns=columns)
     assert "\x1b" not in run_command(word, root).stdout
 
 
-def test_a_pipe_that_is_closed_ends_it_quietly(root: Path) -> None:
+def test_a_pipe_that_is_closed_ends_it_quietly(root):
     shell = f"{sys.executable} -m async_ckpt inspect {root} --json | head -1"
     ended = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.stdout, ended.stderr) == ("{\n", "")
 
 
 @pytest.mark.parametrize("word", ["ls", "verify", "inspect", "doctor"])
-def test_a_reader_that_reads_nothing_ends_it_quietly(root: Path, word: str) -> None:
+def test_a_reader_that_reads_nothing_ends_it_quietly(root, word):
     shell = f"{{ {sys.executable} -m async_ckpt {word} {root}; echo $? >&2; }} | true"
     ended = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=60, check=False)
     assert ended.stderr in ("0\n", "141\n")  # done before the pipe was closed, or ended by SIGPIPE
 
 
-def test_it_is_a_program_of_its_own(root: Path) -> None:
+def test_it_is_a_program_of_its_own(root):
     assert in_process("ls", root).stdout.split()[:2] == ["step", "age"]
     assert in_process("frobnicate").returncode == 2
 
 
-def test_a_table_that_a_terminal_is_too_narrow_for_becomes_lines(root: Path) -> None:
+def test_a_table_that_a_terminal_is_too_narrow_for_becomes_lines(root):
     lines = in_terminal("ls", root, columns=40).decode().splitlines()
     assert any("borrows from 1" in line for line in lines)
     assert any(re.fullmatch(r"(\x1b\[[0-9;]*m)*step 2(\x1b\[[0-9;]*m)*", line) for line in lines)

@@ -40,7 +40,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("number", range(len(CALLS)), ids=[call for call, _, _ in CALLS])
-def test_a_call_writes_what_the_page_shows(outputs: list[str], number: int) -> None:
+def test_a_call_writes_what_the_page_shows(outputs, number):
     _, shown, is_of_one_machine = CALLS[number]
     want, have = CONSOLE["lasting"](shown).splitlines(), outputs[number].splitlines()
     if is_of_one_machine:
@@ -50,11 +50,11 @@ def test_a_call_writes_what_the_page_shows(outputs: list[str], number: int) -> N
         assert have == want
 
 
-def test_the_page_shows_every_command() -> None:
+def test_the_page_shows_every_command():
     assert sorted({shlex.split(call)[1] for call, _, _ in CALLS if call.startswith("async-ckpt ")}) == WORDS
 
 
-def test_the_picture_is_drawn_from_the_page() -> None:
+def test_the_picture_is_drawn_from_the_page():
     assert CONSOLE["PICTURE"].read_text("utf-8") == CONSOLE["drawn"](PAGE)
 
 
@@ -88,7 +88,7 @@ def keys_of(value: Any) -> set[str]:
         "doctor",
     ],
 )
-def test_the_page_names_every_key_of_a_document(outputs: list[str], call: str) -> None:
+def test_the_page_names_every_key_of_a_document(outputs, call):
     document = json.loads(run_command(*shlex.split(call), "--json").stdout)
     assert document.pop("version") == 1
     kind = document.pop("kind")
@@ -112,7 +112,7 @@ def test_the_page_names_every_key_of_a_document(outputs: list[str], call: str) -
         "bench runs --size large",
     ],
 )
-def test_an_error_is_one_line_on_stderr_and_nothing_on_stdout(outputs: list[str], call: str) -> None:
+def test_an_error_is_one_line_on_stderr_and_nothing_on_stdout(outputs, call):
     ended = run_command(*shlex.split(call), "--json")
     assert ended.returncode in (1, 2)
     assert ended.stdout == ""
@@ -131,7 +131,7 @@ def store() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_the_example_of_a_command_works(outputs: list[str], store: None, word: str) -> None:
+def test_the_example_of_a_command_works(outputs, store, word):
     shutil.copy("old.pt", "model.pt")
     (example,) = re.findall(r"Example: async-ckpt (.*)", run_command(word, "--help").stdout)
     ended = run_command(*shlex.split(example))
@@ -139,7 +139,7 @@ def test_the_example_of_a_command_works(outputs: list[str], store: None, word: s
     assert ended.stdout
 
 
-def test_a_command_is_described_in_one_line_of_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_described_in_one_line_of_the_list(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = run_command("--help").stdout.partition("Commands:")[2].splitlines()
     assert [line for line in lines if line.endswith("...")] == []

@@ -17,7 +17,6 @@ import pytest
 import torch
 from archives import forge_manifest
 from buckets import bucket  # noqa: F401
-from children import Nursery
 from commands import documented, run_command, store_options
 from folders import read as tree_of
 from published import flip
@@ -89,7 +88,7 @@ def source(tmp_path: Path) -> Path:
     return saved(tmp_path / "a")
 
 
-def test_a_run_is_copied_with_tracker_and_journal_and_the_source_stays_as_it_was(tmp_path: Path, source: Path) -> None:
+def test_a_run_is_copied_with_tracker_and_journal_and_the_source_stays_as_it_was(tmp_path, source):
     before, target = tree_of(source), tmp_path / "b"
     assert outcomes(source, target) == dict.fromkeys((1, 2, 3, 4), "copied")
 
@@ -101,7 +100,7 @@ def test_a_run_is_copied_with_tracker_and_journal_and_the_source_stays_as_it_was
     assert leftovers(target) == []
 
 
-def test_what_is_there_is_not_copied_again(tmp_path: Path, source: Path) -> None:
+def test_what_is_there_is_not_copied_again(tmp_path, source):
     target = tmp_path / "b"
     assert outcomes(source, target, "--steps", "2:3") == {1: "copied, lends", 2: "copied", 3: "copied"}
     inodes = {path: path.stat().st_ino for path in target.rglob("*.tar")}
@@ -110,7 +109,7 @@ def test_what_is_there_is_not_copied_again(tmp_path: Path, source: Path) -> None
     assert {path: path.stat().st_ino for path in inodes} == inodes
 
 
-def test_an_archive_that_an_interrupted_copy_has_left_is_not_copied_again(tmp_path: Path, source: Path) -> None:
+def test_an_archive_that_an_interrupted_copy_has_left_is_not_copied_again(tmp_path, source):
     target = tmp_path / "b"
     (archive,) = (source / "step_00000001").glob("*.tar")
     (target / "step_00000001").mkdir(parents=True)
@@ -122,7 +121,7 @@ def test_an_archive_that_an_interrupted_copy_has_left_is_not_copied_again(tmp_pa
     assert_is_copy(target, [1, 2, 3, 4])
 
 
-def test_half_an_archive_is_copied_again(tmp_path: Path, source: Path) -> None:
+def test_half_an_archive_is_copied_again(tmp_path, source):
     target = tmp_path / "b"
     (archive,) = (source / "step_00000001").glob("*.tar")
     (target / "step_00000001").mkdir(parents=True)
@@ -143,17 +142,17 @@ def test_half_an_archive_is_copied_again(tmp_path: Path, source: Path) -> None:
         (("--steps", ":1", "--steps", "4:"), [1, 4]),
     ],
 )
-def test_steps_are_chosen(tmp_path: Path, source: Path, options: tuple[str, ...], steps: list[int]) -> None:
+def test_steps_are_chosen(tmp_path, source, options, steps):
     told = outcomes(source, tmp_path / "b", *options)
     assert [step for step, outcome in told.items() if outcome == "copied"] == steps
 
 
-def test_the_folder_of_a_step_is_copied_as_this_step(tmp_path: Path, source: Path) -> None:
+def test_the_folder_of_a_step_is_copied_as_this_step(tmp_path, source):
     assert outcomes(source / "step_00000002", tmp_path / "b") == {1: "copied, lends", 2: "copied"}
 
 
 @pytest.mark.parametrize("naming", ["verl", "deepspeed", "skyrl"])
-def test_the_naming_of_another_trainer_is_kept(tmp_path: Path, naming: str) -> None:
+def test_the_naming_of_another_trainer_is_kept(tmp_path, naming):
     source = saved(tmp_path / "a", naming=naming)
     run_command("cp", source, tmp_path / "b")
     trackers = {path.name: path.read_text() for path in source.iterdir() if path.is_file() and "start" not in path.name}
@@ -162,7 +161,7 @@ def test_the_naming_of_another_trainer_is_kept(tmp_path: Path, naming: str) -> N
         assert ckpt.latest() == 4
 
 
-def test_a_step_of_four_ranks_is_copied_with_all_its_archives(tmp_path: Path) -> None:
+def test_a_step_of_four_ranks_is_copied_with_all_its_archives(tmp_path):
     folder = tmp_path / "a" / "step_00000001"
     folder.mkdir(parents=True)
     commit(
@@ -175,7 +174,7 @@ def test_a_step_of_four_ranks_is_copied_with_all_its_archives(tmp_path: Path) ->
     assert len(list((tmp_path / "b").rglob("*.tar"))) == 4
 
 
-def test_a_run_goes_to_a_bucket_and_back(tmp_path: Path, source: Path, bucket: Any) -> None:  # noqa: F811
+def test_a_run_goes_to_a_bucket_and_back(tmp_path, source, bucket):  # noqa: F811
     place = bucket.place("runs/b")
     at, keys = store_options(place.options)
     assert run_command("cp", source, place.url, *at, **keys).returncode == 0
@@ -184,7 +183,7 @@ def test_a_run_goes_to_a_bucket_and_back(tmp_path: Path, source: Path, bucket: A
     assert_is_copy(tmp_path / "back", [1, 2, 3, 4])
 
 
-def test_two_stores_may_have_different_endpoints(source: Path, bucket: Any) -> None:  # noqa: F811
+def test_two_stores_may_have_different_endpoints(source, bucket):  # noqa: F811
     place = bucket.place("runs/b")
     _, keys = store_options(place.options)
     with open_run(bucket.place("runs/a")) as ckpt:
@@ -200,7 +199,7 @@ def test_two_stores_may_have_different_endpoints(source: Path, bucket: Any) -> N
 # --- what must not be harmed --------------------------------------------------------------------------------------
 
 
-def test_another_version_of_a_step_is_replaced_only_if_that_is_said(tmp_path: Path, source: Path) -> None:
+def test_another_version_of_a_step_is_replaced_only_if_that_is_said(tmp_path, source):
     target = tmp_path / "b"
     with open_run(target) as ckpt:
         ckpt.save({"mine": torch.ones(3)}, 2).result()
@@ -214,7 +213,7 @@ def test_another_version_of_a_step_is_replaced_only_if_that_is_said(tmp_path: Pa
     assert_is_copy(target, [1, 2, 3, 4])
 
 
-def test_the_steps_of_two_runs_are_not_mixed(tmp_path: Path, source: Path) -> None:
+def test_the_steps_of_two_runs_are_not_mixed(tmp_path, source):
     with open_run(tmp_path / "b") as ckpt:
         ckpt.save({"mine": torch.ones(3)}, 9).result()
     before = tree_of(tmp_path / "b")
@@ -228,7 +227,7 @@ def test_the_steps_of_two_runs_are_not_mixed(tmp_path: Path, source: Path) -> No
     assert run_command("cp", source, copy).returncode == 1, "a copy has the manifests alone"
 
 
-def test_copies_go_on_after_restarts_and_come_back_from_where_the_run_went_on(tmp_path: Path, source: Path) -> None:
+def test_copies_go_on_after_restarts_and_come_back_from_where_the_run_went_on(tmp_path, source):
     copy = tmp_path / "b"
     assert run_command("cp", source, copy).returncode == 0
     for step in (5, 6):  # each is another start
@@ -239,7 +238,7 @@ def test_copies_go_on_after_restarts_and_come_back_from_where_the_run_went_on(tm
     assert outcomes(source, tmp_path / "c", "--steps", "3") == {1: "copied, lends", 3: "copied"}
 
 
-def test_only_what_was_damaged_is_said_to_be_mended(tmp_path: Path, source: Path) -> None:
+def test_only_what_was_damaged_is_said_to_be_mended(tmp_path, source):
     target = tmp_path / "b"
     run_command("cp", source, target)
     (archive,) = (target / "step_00000003").glob("*.tar")
@@ -252,7 +251,7 @@ def test_only_what_was_damaged_is_said_to_be_mended(tmp_path: Path, source: Path
     assert_is_copy(target, [1, 2, 3, 4])
 
 
-def test_a_lender_in_another_version_is_replaced_only_if_that_is_said(tmp_path: Path, source: Path) -> None:
+def test_a_lender_in_another_version_is_replaced_only_if_that_is_said(tmp_path, source):
     with open_run(tmp_path / "b") as ckpt:
         ckpt.save({"mine": torch.ones(3)}, 1).result()
     before = tree_of(tmp_path / "b")
@@ -263,7 +262,7 @@ def test_a_lender_in_another_version_is_replaced_only_if_that_is_said(tmp_path: 
     assert "step 1 is committed" in ended.stderr
 
 
-def test_a_root_to_which_a_living_process_saves_is_refused(tmp_path: Path, source: Path, nursery: Nursery) -> None:
+def test_a_root_to_which_a_living_process_saves_is_refused(tmp_path, source, nursery):
     target = Path(shutil.copytree(source, tmp_path / "b"))
     child = nursery.start(
         """
@@ -285,7 +284,7 @@ def test_a_root_to_which_a_living_process_saves_is_refused(tmp_path: Path, sourc
     assert run_command("cp", source, target).returncode == 0
 
 
-def test_damaged_steps_are_not_copied_and_all_others_are(tmp_path: Path, source: Path) -> None:
+def test_damaged_steps_are_not_copied_and_all_others_are(tmp_path, source):
     (archive,) = (source / "step_00000003").glob("*.tar")
     flip(archive, archive.stat().st_size // 2)
     flip(source / "step_00000002/manifest.json", 200)
@@ -299,7 +298,7 @@ def test_damaged_steps_are_not_copied_and_all_others_are(tmp_path: Path, source:
     assert "step 2 was not copied: " in run_command("cp", source, tmp_path / "b").stdout
 
 
-def test_a_step_of_a_later_format_is_left_out_and_nothing_of_its_run_is_changed(tmp_path: Path, source: Path) -> None:
+def test_a_step_of_a_later_format_is_left_out_and_nothing_of_its_run_is_changed(tmp_path, source):
     forge_manifest(source / "step_00000002/manifest.json", version=9)
     before = tree_of(source)
 
@@ -313,7 +312,7 @@ def test_a_step_of_a_later_format_is_left_out_and_nothing_of_its_run_is_changed(
     assert tree_of(source) == before
 
 
-def test_two_copies_to_one_root_at_once_leave_one_whole_run(tmp_path: Path, source: Path) -> None:
+def test_two_copies_to_one_root_at_once_leave_one_whole_run(tmp_path, source):
     command = [sys.executable, "-m", "async_ckpt", "cp", str(source), str(tmp_path / "b")]
     with ThreadPoolExecutor(2) as threads:
         runs = list(
@@ -325,7 +324,7 @@ def test_two_copies_to_one_root_at_once_leave_one_whole_run(tmp_path: Path, sour
     assert leftovers(tmp_path / "b") == []
 
 
-def test_two_copies_to_one_bucket_at_once_leave_one_whole_run(source: Path, bucket: Any) -> None:  # noqa: F811
+def test_two_copies_to_one_bucket_at_once_leave_one_whole_run(source, bucket):  # noqa: F811
     place = bucket.place("runs/b")
     at, keys = store_options(place.options)
     command = [sys.executable, "-m", "async_ckpt", "cp", str(source), place.url, *at]
@@ -341,9 +340,7 @@ def test_two_copies_to_one_bucket_at_once_leave_one_whole_run(source: Path, buck
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
-def test_interrupted_the_target_is_a_run_and_the_same_command_ends_it(
-    tmp_path: Path, source: Path, nursery: Nursery
-) -> None:
+def test_interrupted_the_target_is_a_run_and_the_same_command_ends_it(tmp_path, source, nursery):
     before, target = tree_of(source), tmp_path / "b"
     child = nursery.start(WAITING, source, target, tmp_path / "go")
     child.wait_for_line("finishing")
@@ -360,9 +357,7 @@ def test_interrupted_the_target_is_a_run_and_the_same_command_ends_it(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
-def test_killed_at_any_call_the_target_is_a_run_and_the_same_command_ends_it(
-    quick_path: Path, nursery: Nursery
-) -> None:
+def test_killed_at_any_call_the_target_is_a_run_and_the_same_command_ends_it(quick_path, nursery):
     source = saved(quick_path / "a", steps=2)
     before = tree_of(source)
     roots = (quick_path / str(number) for number in itertools.count())
@@ -412,9 +407,7 @@ def _committed(root: Path) -> list[int]:
         (("{tmp}/a",), 2, "Missing argument"),
     ],
 )
-def test_what_cannot_be_copied_is_said(
-    tmp_path: Path, source: Path, arguments: tuple[str, ...], status: int, said: str
-) -> None:
+def test_what_cannot_be_copied_is_said(tmp_path, source, arguments, status, said):
     (tmp_path / "file").touch()
     (tmp_path / "x/a").mkdir(parents=True)
     ended = run_command("cp", *(one.format(tmp=tmp_path) for one in arguments))
@@ -423,7 +416,7 @@ def test_what_cannot_be_copied_is_said(
     assert "Traceback" not in ended.stderr
 
 
-def test_a_store_that_never_answers_is_given_up_and_says_which(source: Path) -> None:
+def test_a_store_that_never_answers_is_given_up_and_says_which(source):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         at = ("--endpoint", f"http://127.0.0.1:{mute.getsockname()[1]}", "--region", "x", "--deadline", "1")
         env = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}

@@ -169,7 +169,7 @@ def diff(a: Path, b: Path, *options: str) -> int:
 
 @IGNORED
 @pytest.mark.parametrize("name", PAIRS)
-def test_what_differs_in_type_or_content_is_different_and_two_loads_are_equal(tmp_path: Path, name: str) -> None:
+def test_what_differs_in_type_or_content_is_different_and_two_loads_are_equal(tmp_path, name):
     for file, value in zip("ab", PAIRS[name], strict=True):
         torch.save({"x": value}, tmp_path / file)
     assert diff(tmp_path / "a", tmp_path / "b", "--trust") == 1
@@ -181,9 +181,7 @@ _HELD = ["arrays of objects", "namespaces", "classes of enums", "classes of data
 
 
 @pytest.mark.parametrize("name", _HELD)
-def test_archives_are_compared_as_strictly_and_without_unpickling_what_may_be_equal_is_not(
-    tmp_path: Path, name: str
-) -> None:
+def test_archives_are_compared_as_strictly_and_without_unpickling_what_may_be_equal_is_not(tmp_path, name):
     for file, value in zip("ab", PAIRS[name], strict=True):
         async_ckpt.save({"x": value}, tmp_path / file).result()
         torch.save({"x": value}, tmp_path / f"{file}.pt")
@@ -194,7 +192,7 @@ def test_archives_are_compared_as_strictly_and_without_unpickling_what_may_be_eq
     assert diff(tmp_path / "a", tmp_path / "a.pt", "--trust") == 0
 
 
-def test_an_object_that_cannot_be_compared_is_not_equal(tmp_path: Path) -> None:
+def test_an_object_that_cannot_be_compared_is_not_equal(tmp_path):
     torch.save({"x": Secret(), "w": torch.ones(1)}, tmp_path / "a.pt")
     told = documented("diff", tmp_path / "a.pt", tmp_path / "a.pt", "--trust", status=2)
     assert ([row["what"] for row in told["differences"]], told["num_equal"]) == (["not compared"], 1)
@@ -204,7 +202,7 @@ def test_an_object_that_cannot_be_compared_is_not_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [torch.save, lambda state, path: async_ckpt.save(state, path).result()])
-def test_names_are_compared_by_their_keys_and_shown_apart(tmp_path: Path, write: Any) -> None:
+def test_names_are_compared_by_their_keys_and_shown_apart(tmp_path, write):
     ones, zeros = torch.ones(2), torch.zeros(2)
     for file, value in (("a", zeros), ("b", ones)):
         write({0: zeros, "0": value, "a": {"b": zeros}, "a.b": value}, tmp_path / file)
@@ -215,7 +213,7 @@ def test_names_are_compared_by_their_keys_and_shown_apart(tmp_path: Path, write:
     assert diff(tmp_path / "c", tmp_path / "d") == 1
 
 
-def test_flat_formats_share_the_names_that_they_can_hold(tmp_path: Path) -> None:
+def test_flat_formats_share_the_names_that_they_can_hold(tmp_path):
     nested = {"model": {"w": torch.ones(2), "b": torch.zeros(1)}, "empty": {}}
     torch.save(nested, tmp_path / "a.pt")
     save_file({"model.w": torch.ones(2), "model.b": torch.zeros(1)}, tmp_path / "b.safetensors")
@@ -225,7 +223,7 @@ def test_flat_formats_share_the_names_that_they_can_hold(tmp_path: Path) -> None
 
 
 @IGNORED
-def test_scripts_are_compared_by_weights_and_code(tmp_path: Path) -> None:
+def test_scripts_are_compared_by_weights_and_code(tmp_path):
     for file, module in (("a", Net().fc), ("b", torch.nn.Linear(2, 2)), ("c", torch.nn.Linear(2, 2, bias=False))):
         torch.jit.script(module).save(tmp_path / file)
     assert diff(tmp_path / "a", tmp_path / "a", "--trust") == 0
@@ -234,7 +232,7 @@ def test_scripts_are_compared_by_weights_and_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float4_e2m1fn_x2", "float8_e8m0fnu", "complex32", "bits8", "uint16", "int64"])
-def test_items_of_rare_dtypes_are_compared(tmp_path: Path, dtype: str) -> None:
+def test_items_of_rare_dtypes_are_compared(tmp_path, dtype):
     for file, item in (("a", 0), ("b", 1)):
         raw = torch.zeros(16, dtype=torch.uint8)
         raw[8] = item
@@ -243,7 +241,7 @@ def test_items_of_rare_dtypes_are_compared(tmp_path: Path, dtype: str) -> None:
     assert diff(tmp_path / "a", tmp_path / "b") == 1
 
 
-def test_large_integers_are_told_apart(tmp_path: Path) -> None:
+def test_large_integers_are_told_apart(tmp_path):
     for file, item in (("a", 2**60), ("b", 2**60 + 1)):
         torch.save({"w": torch.tensor([item])}, tmp_path / file)
     assert diff(tmp_path / "a", tmp_path / "b", "--atol", "0.5") == 1

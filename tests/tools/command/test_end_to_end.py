@@ -13,7 +13,6 @@ import pytest
 import torch
 from buckets import Bucket
 from commands import in_terminal, run_command, store_options
-from rank_worlds import Worlds
 from slices import ALL, some
 
 import async_ckpt
@@ -71,9 +70,7 @@ IN_TERMINALS = [pytest.param(*one, True, id="{}-{}-terminal".format(*one)) for o
 @pytest.mark.parametrize(
     ("size", "place", "in_a_terminal"), [*some(PIPED, 5), *(IN_TERMINALS if ALL else ())], indirect=["place"]
 )
-def test_every_word(
-    request: pytest.FixtureRequest, worlds: Worlds, tmp_path: Path, size: int, place: Place, in_a_terminal: bool
-) -> None:
+def test_every_word(request, worlds, tmp_path, size, place, in_a_terminal):
     worlds.run(size, STEPS)
     at = store_options(place.options)[0] if place.options else ()
     call, run = Session(at, in_a_terminal=in_a_terminal), f"{place.text}/run"

@@ -12,7 +12,6 @@ import pytest
 import torch
 from buckets import Bucket, bucket  # noqa: F401
 from commands import run_command, store_options
-from rank_worlds import Worlds
 from states import open_run
 
 import async_ckpt
@@ -163,7 +162,7 @@ def test_a_step_that_the_history_does_not_know_has_no_times_at_any_face(tmp_path
         assert (save["total_seconds"], save["stall_seconds"], save["num_bytes"]) == (None, None, row["num_bytes"])
 
 
-def test_all_faces_of_a_save_to_a_store_have_the_same_figures(bucket: Bucket):  # noqa: F811
+def test_all_faces_of_a_save_to_a_store_have_the_same_figures(bucket):  # noqa: F811
     with async_ckpt.AsyncCheckpointer(bucket.place("run")) as ckpt:
         reports = [ckpt.save({"m": torch.ones(step * 10_000)}, step).result() for step in (1, 2)]
     options, keys = store_options(bucket.server.options)
@@ -183,7 +182,7 @@ here.tell([report.num_bytes, report.total_seconds, report.bandwidth, report.stal
 """
 
 
-def test_all_faces_of_a_save_of_several_ranks_have_the_same_figures(worlds: Worlds, tmp_path):
+def test_all_faces_of_a_save_of_several_ranks_have_the_same_figures(worlds, tmp_path):
     root = tmp_path / "run"
     first, second = ((end.told[-1]) for end in worlds.run(2, _SAVE.format(root=str(root))))
     (manifest,) = root.glob("step_*/manifest.json")

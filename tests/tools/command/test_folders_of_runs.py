@@ -48,7 +48,7 @@ def folder(kept_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(kept_folder, tmp_path / "folder"))
 
 
-def test_ls_finds_everything_below_a_folder_by_its_kind(folder: Path) -> None:
+def test_ls_finds_everything_below_a_folder_by_its_kind(folder):
     told = documented("ls", folder)
 
     assert {row["name"]: (row["kind"], row["num_steps"], row["latest"]) for row in told["runs"]} == {
@@ -63,13 +63,13 @@ def test_ls_finds_everything_below_a_folder_by_its_kind(folder: Path) -> None:
     assert told["not_looked_into"] == []
 
 
-def test_ls_ends_with_what_it_has_not_looked_into(folder: Path) -> None:
+def test_ls_ends_with_what_it_has_not_looked_into(folder):
     shutil.move(folder / "a", folder / "1/2/3/4/5/a")
     assert documented("ls", folder)["not_looked_into"] == ["1/2/3/4"]
     assert run_command("ls", folder).stdout.splitlines()[-1].startswith("not looked into: 1/2/3/4;")
 
 
-def test_ls_ranks_runs_by_their_best_values(folder: Path) -> None:
+def test_ls_ranks_runs_by_their_best_values(folder):
     def ranked(best: str) -> list[tuple[str, list[float]]]:
         return [(row["name"], row["best"]) for row in documented("ls", folder, "--best", best)["runs"]]
 
@@ -79,7 +79,7 @@ def test_ls_ranks_runs_by_their_best_values(folder: Path) -> None:
     assert "'accuracy'" in run_command("ls", folder, "--best", "accuracy").stderr
 
 
-def test_ls_of_a_folder_names_the_broken_steps_of_each_run(folder: Path) -> None:
+def test_ls_of_a_folder_names_the_broken_steps_of_each_run(folder):
     (archive,) = (folder / "a/step_00000002").glob("*.tar")
     archive.unlink()
     (folder / "sweep/b/step_00000001/manifest.json").write_text("{")
@@ -92,7 +92,7 @@ def test_ls_of_a_folder_names_the_broken_steps_of_each_run(folder: Path) -> None
     assert [line.split()[-1] for line in lines if line.startswith(("a ", "sweep/b"))] == ["2", "1"]
 
 
-def test_ls_finds_runs_in_a_store(bucket: Bucket) -> None:  # noqa: F811
+def test_ls_finds_runs_in_a_store(bucket):  # noqa: F811
     for name in ("x/a", "x/y/b"):
         with open_run(bucket.place(name)) as ckpt:
             ckpt.save({"w": torch.ones(3)}, 1).result()
@@ -107,7 +107,7 @@ def test_ls_finds_runs_in_a_store(bucket: Bucket) -> None:  # noqa: F811
     assert [row["broken"] for row in told["runs"]] == [[1], []]
 
 
-def test_verify_goes_on_behind_damage_and_ends_with_the_gravest_status(folder: Path) -> None:
+def test_verify_goes_on_behind_damage_and_ends_with_the_gravest_status(folder):
     (archive,) = (folder / "a/step_00000002").glob("*.tar")
     flip(archive, archive.stat().st_size // 2)
 
@@ -133,14 +133,14 @@ def test_a_broken_link_in_a_folder_keeps_no_run_from_being_found(folder: Path) -
     assert "not looked into: gone, loop" in ended.stderr
 
 
-def test_cp_keeps_the_names_of_runs_below_the_destination(folder: Path, tmp_path: Path) -> None:
+def test_cp_keeps_the_names_of_runs_below_the_destination(folder, tmp_path):
     assert run_command("cp", folder, tmp_path / "copy", "--latest").returncode == 0
     assert [row["name"] for row in documented("ls", tmp_path / "copy")["runs"]] == ["a", "sweep/b", "sweep/deep/c"]
     assert run_command("cp", folder / "a", folder / "sweep/b", tmp_path / "two").returncode == 0
     assert [row["name"] for row in documented("ls", tmp_path / "two")["runs"]] == ["a", "b"]
 
 
-def test_a_run_that_lies_too_deep_is_not_denied(folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_lies_too_deep_is_not_denied(folder, tmp_path):
     (tmp_path / "x/1/2/3/4").mkdir(parents=True)
     shutil.copytree(folder / "a", tmp_path / "x/1/2/3/4/a")
 
@@ -152,7 +152,7 @@ def test_a_run_that_lies_too_deep_is_not_denied(folder: Path, tmp_path: Path) ->
     )
 
 
-def test_prune_has_its_rules_for_each_run(folder: Path) -> None:
+def test_prune_has_its_rules_for_each_run(folder):
     ended = run_command("prune", folder, "--keep", "last=1", "--yes")
     assert (ended.returncode, ended.stdout.splitlines()[0].startswith(f"{folder}/")) == (0, True)
     assert [(row["name"], row["latest"]) for row in documented("ls", folder)["runs"] if row["num_steps"] == 1] == [
@@ -160,7 +160,7 @@ def test_prune_has_its_rules_for_each_run(folder: Path) -> None:
     ]  # fmt: skip
 
 
-def test_watch_has_a_line_for_each_run_and_knows_those_that_have_ended(folder: Path) -> None:
+def test_watch_has_a_line_for_each_run_and_knows_those_that_have_ended(folder):
     ended = run_command("watch", folder, "--once")
 
     assert ended.returncode == 0, ended.stdout
@@ -172,7 +172,7 @@ def test_watch_has_a_line_for_each_run_and_knows_those_that_have_ended(folder: P
     assert [one["ended"] is not None for one in told] == [True] * 3
 
 
-def test_a_run_that_goes_on_has_not_ended_and_may_be_too_old(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_has_not_ended_and_may_be_too_old(tmp_path):
     saved(tmp_path, [1.0])
     assert "ended" in run_command("watch", tmp_path, "--once", "--older", "0s").stdout
     log = EventLog(LocalStorage(tmp_path), timing.wall_time)
@@ -186,7 +186,7 @@ def test_a_run_that_goes_on_has_not_ended_and_may_be_too_old(tmp_path: Path) -> 
     assert "90s, 20min, 2h or 1d" in run_command("watch", tmp_path, "--older", "soon").stderr
 
 
-def test_a_pipe_gets_whole_lines_with_the_reason_before_the_path(tmp_path: Path) -> None:
+def test_a_pipe_gets_whole_lines_with_the_reason_before_the_path(tmp_path):
     saved(tmp_path, [1.0])
     path = "/a" * 200
     log = EventLog(LocalStorage(tmp_path), timing.wall_time)
@@ -198,20 +198,20 @@ def test_a_pipe_gets_whole_lines_with_the_reason_before_the_path(tmp_path: Path)
     assert warning.endswith(f"StorageFullError: 4 bytes needed, 1 free ({path})")
 
 
-def test_a_folder_without_runs_is_said_to_have_none(tmp_path: Path) -> None:
+def test_a_folder_without_runs_is_said_to_have_none(tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "old.pt")
     for word in ("watch", "page", "prune"):
         ended = run_command(word, tmp_path, *(("--keep", "last=1", "--yes") if word == "prune" else ()))
         assert (ended.returncode, "there is no run in it" in ended.stderr) == (2, True)
 
 
-def test_load_of_a_folder_above_runs_names_them_and_not_the_file_beside_them(folder: Path) -> None:
+def test_load_of_a_folder_above_runs_names_them_and_not_the_file_beside_them(folder):
     async_ckpt.save({"w": torch.ones(3)}, folder / "x.pt").result()
     with pytest.raises(async_ckpt.NotCommittedError, match=f"name one of them: {folder}/a, {folder}/sweep$"):
         async_ckpt.load(folder)
 
 
-def test_convert_to_a_folder_that_is_there_says_so_before_it_looks_at_the_source(folder: Path) -> None:
+def test_convert_to_a_folder_that_is_there_says_so_before_it_looks_at_the_source(folder):
     async_ckpt.save({"w": torch.ones(3), "note": "no tensor"}, folder / "x.tar").result()
     ended = run_command("convert", folder / "x.tar", folder / "a")
     assert (ended.returncode, f"{folder}/a already exists" in ended.stderr) == (1, True)

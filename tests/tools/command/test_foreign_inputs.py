@@ -6,7 +6,6 @@ import os
 import pickle
 import types
 import zipfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,7 +81,7 @@ def answered(*words: Any) -> int:
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_every_state_is_converted_or_refused_in_one_line(tmp_path: Path, name: str) -> None:
+def test_every_state_is_converted_or_refused_in_one_line(tmp_path, name):
     path = tmp_path / "x.pt"
     torch.save(STATES[name](), path)
     assert answered("diff", path, path, "--trust") == 0
@@ -111,7 +110,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("word", ["inspect", "diff", "convert"])
-def test_the_kind_of_a_foreign_file_is_named(tmp_path: Path, name: str, word: str) -> None:
+def test_the_kind_of_a_foreign_file_is_named(tmp_path, name, word):
     data, said = FILES[name]
     (tmp_path / "x.pt").write_bytes(data)
     more = {"inspect": (), "diff": (tmp_path / "x.pt",), "convert": (tmp_path / "t.tar",)}[word]
@@ -120,14 +119,14 @@ def test_the_kind_of_a_foreign_file_is_named(tmp_path: Path, name: str, word: st
 
 
 @pytest.mark.parametrize("num_bytes", [10, 100, 1000, 3000, -300, -10])
-def test_a_truncated_file_of_torch_is_said_to_be_one(tmp_path: Path, num_bytes: int) -> None:
+def test_a_truncated_file_of_torch_is_said_to_be_one(tmp_path, num_bytes):
     torch.save({"w": torch.ones(1000)}, tmp_path / "x.pt")
     (tmp_path / "x.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:num_bytes])
     ended = run_command("convert", tmp_path / "x.pt", tmp_path / "t.tar")
     assert (ended.returncode, str(tmp_path / "x.pt") in ended.stderr) == (1, True)
 
 
-def test_pipes_and_loops_are_not_waited_for(tmp_path: Path) -> None:
+def test_pipes_and_loops_are_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for name in ("pipe", "loop"):
@@ -135,7 +134,7 @@ def test_pipes_and_loops_are_not_waited_for(tmp_path: Path) -> None:
         assert answered("convert", tmp_path / name, tmp_path / "t.tar") == 74
 
 
-def test_a_missing_package_is_named_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_the_file(tmp_path, monkeypatch):
     module = types.ModuleType("not_installed")
     kind = type("Config", (), {"__module__": "not_installed"})
     module.Config = kind  # type: ignore[attr-defined]
@@ -150,7 +149,7 @@ def test_a_missing_package_is_named_with_the_file(tmp_path: Path, monkeypatch: p
         async_ckpt.load(tmp_path / "x.tar", trust=True)
 
 
-def test_the_code_of_a_script_is_not_lost(tmp_path: Path) -> None:
+def test_the_code_of_a_script_is_not_lost(tmp_path):
     torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "x.pt")
     for form, target in TARGETS.items():
         ended = run_command("convert", tmp_path / "x.pt", tmp_path / target, "--as", form, "--trust")
@@ -160,7 +159,7 @@ def test_the_code_of_a_script_is_not_lost(tmp_path: Path) -> None:
     assert [*load_file(tmp_path / "w.safetensors")] == ["weight"]
 
 
-def test_empty_checkpoints_are_shown_and_are_equal(tmp_path: Path) -> None:
+def test_empty_checkpoints_are_shown_and_are_equal(tmp_path):
     save_file({}, tmp_path / "x.safetensors")
     async_ckpt.save({"a": {}}, tmp_path / "x.tar").result()
     for path in (tmp_path / "x.safetensors", tmp_path / "x.tar"):
@@ -173,7 +172,7 @@ def test_empty_checkpoints_are_shown_and_are_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dtype", ["complex64", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"]
 )
-def test_every_dtype_of_safetensors_is_written_and_read(tmp_path: Path, dtype: str) -> None:
+def test_every_dtype_of_safetensors_is_written_and_read(tmp_path, dtype):
     weights = {"x": torch.arange(48, dtype=torch.uint8).view(2, 24).view(getattr(torch, dtype))}
     save_file(weights, tmp_path / "a.safetensors")
     for target in ("b.safetensors", "b.tar", "b_hf", "b.pt"):
@@ -186,23 +185,23 @@ def test_every_dtype_of_safetensors_is_written_and_read(tmp_path: Path, dtype: s
         assert torch.equal(found.view(torch.uint8), weights["x"].view(torch.uint8))
 
 
-def test_half_a_byte_is_held_by_no_file(tmp_path: Path) -> None:
+def test_half_a_byte_is_held_by_no_file(tmp_path):
     torch.save({"x": torch.zeros((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, tmp_path / "x.pt")
     assert answered("convert", tmp_path / "x.pt", tmp_path / "x.safetensors") == 1
 
 
-def test_a_tensor_called_as_the_format_is_no_other(tmp_path: Path) -> None:
+def test_a_tensor_called_as_the_format_is_no_other(tmp_path):
     save_file({"pt": torch.ones(1)}, tmp_path / "x.safetensors", metadata={"format": "pt"})
     assert [*async_ckpt.load(tmp_path / "x.safetensors")] == ["pt"]
 
 
-def test_a_folder_of_dcp_cannot_be_mapped_and_says_so(tmp_path: Path) -> None:
+def test_a_folder_of_dcp_cannot_be_mapped_and_says_so(tmp_path):
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "x", no_dist=True)
     with pytest.raises(ValueError, match=r"folder of torch\.distributed\.checkpoint.*leave mmap out"):
         async_ckpt.load(tmp_path / "x", mmap=True)
 
 
-def test_a_zip_of_another_program_is_no_file_of_torch(tmp_path: Path) -> None:
+def test_a_zip_of_another_program_is_no_file_of_torch(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.pt", "w") as file:
         file.writestr("notes.txt", "hello")
     ended = run_command("convert", tmp_path / "x.pt", tmp_path / "t.tar", "--trust")

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from buckets import bucket  # noqa: F401
-from children import Nursery
 from commands import documented, run_command, store_options
 from exported import gpt2
 from folders import read as tree_of
@@ -127,7 +126,7 @@ _TARGETS = {
 
 @pytest.mark.parametrize("target", list(_TARGETS))
 @pytest.mark.parametrize("source", ["archive", "step", "safetensors", "hf", "torch", "lightning", "dcp"])
-def test_each_format_is_converted_to_each(tmp_path: Path, source: str, target: str) -> None:
+def test_each_format_is_converted_to_each(tmp_path, source, target):
     given = source_of(source, tmp_path)
     path = tmp_path / _TARGETS[target]
     told = documented("convert", given, path, "--as", target)
@@ -138,7 +137,7 @@ def test_each_format_is_converted_to_each(tmp_path: Path, source: str, target: s
 
 
 @pytest.mark.parametrize("target", ["archive", "step", "torch", "dcp"])
-def test_whole_states_are_converted_where_they_can_be_held(tmp_path: Path, step: Path, target: str) -> None:
+def test_whole_states_are_converted_where_they_can_be_held(tmp_path, step, target):
     path = tmp_path / _TARGETS[target]
     assert run_command("convert", step, path, "--as", target).returncode == 0
     told = documented("diff", step, path)
@@ -149,7 +148,7 @@ def test_whole_states_are_converted_where_they_can_be_held(tmp_path: Path, step:
         assert_same(loaded["model"], WEIGHTS)
 
 
-def test_what_a_format_cannot_hold_is_named_before_anything_is_written(tmp_path: Path, step: Path) -> None:
+def test_what_a_format_cannot_hold_is_named_before_anything_is_written(tmp_path, step):
     for target in ("t.safetensors", "t_hf"):
         ended = run_command("convert", step, tmp_path / target, "--as", "hf" if target == "t_hf" else "safetensors")
         assert ended.returncode == 1
@@ -158,7 +157,7 @@ def test_what_a_format_cannot_hold_is_named_before_anything_is_written(tmp_path:
         assert not (tmp_path / target).exists()
 
 
-def test_names_are_extracted_and_lose_their_beginning(tmp_path: Path, step: Path) -> None:
+def test_names_are_extracted_and_lose_their_beginning(tmp_path, step):
     path = tmp_path / "model.safetensors"
     assert run_command("extract", step, "--select", "model", "--strip", "model.", "--to", path).returncode == 0
     assert_same(load_file(path), WEIGHTS)
@@ -175,7 +174,7 @@ def test_names_are_extracted_and_lose_their_beginning(tmp_path: Path, step: Path
     assert_same(torch.load(tmp_path / "m.pt"), WEIGHTS)
 
 
-def test_a_step_of_four_ranks_becomes_one_state(tmp_path: Path) -> None:
+def test_a_step_of_four_ranks_becomes_one_state(tmp_path):
     folder = tmp_path / "a" / "step_00000001"
     folder.mkdir(parents=True)
     commit(
@@ -194,7 +193,7 @@ def test_a_step_of_four_ranks_becomes_one_state(tmp_path: Path) -> None:
     }
 
 
-def test_a_run_in_a_bucket_becomes_a_local_file_and_the_other_way_round(tmp_path: Path, bucket: Any) -> None:  # noqa: F811
+def test_a_run_in_a_bucket_becomes_a_local_file_and_the_other_way_round(tmp_path, bucket):  # noqa: F811
     place = bucket.place("runs/a")
     with open_run(place) as ckpt:
         ckpt.save(state(), 3).result()
@@ -214,7 +213,7 @@ def test_a_run_in_a_bucket_becomes_a_local_file_and_the_other_way_round(tmp_path
     assert (ended.returncode, "local path" in ended.stderr) == (2, True)
 
 
-def test_nothing_is_unpickled_unless_that_is_said(tmp_path: Path) -> None:
+def test_nothing_is_unpickled_unless_that_is_said(tmp_path):
     torch.save({"w": torch.ones(2), "who": Custom()}, tmp_path / "x.pt")
     ended = run_command("convert", tmp_path / "x.pt", tmp_path / "x.tar")
     assert (ended.returncode, "--trust" in ended.stderr) == (1, True)
@@ -227,7 +226,7 @@ def test_nothing_is_unpickled_unless_that_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", list(_TARGETS))
-def test_what_is_there_is_replaced_only_if_that_is_said(tmp_path: Path, target: str) -> None:
+def test_what_is_there_is_replaced_only_if_that_is_said(tmp_path, target):
     given, other, path = source_of("safetensors", tmp_path), tmp_path / "other.pt", tmp_path / _TARGETS[target]
     torch.save({"other": torch.ones(3)}, other)
     assert run_command("convert", other, path, "--as", target).returncode == 0
@@ -259,9 +258,7 @@ def test_what_is_there_is_replaced_only_if_that_is_said(tmp_path: Path, target: 
         (("diff", "{tmp}/run"), 2, "Missing argument"),
     ],
 )
-def test_what_cannot_be_converted_is_said(
-    tmp_path: Path, step: Path, arguments: tuple[str, ...], status: int, said: str
-) -> None:
+def test_what_cannot_be_converted_is_said(tmp_path, step, arguments, status, said):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("no checkpoint")
     torch.save(WEIGHTS, tmp_path / "whole.pt")
@@ -274,7 +271,7 @@ def test_what_cannot_be_converted_is_said(
 
 
 @pytest.mark.parametrize("name", ["x.tar.gz", "x.TGZ", "x.pt.gz", "x.tar.lz4"])
-def test_nothing_is_written_under_the_name_of_another_compression(tmp_path: Path, step: Path, name: str) -> None:
+def test_nothing_is_written_under_the_name_of_another_compression(tmp_path, step, name):
     before = sorted(tmp_path.iterdir())
     for format_name in ("archive", "torch", "safetensors", "dcp", "hf"):
         ended = run_command("convert", step, tmp_path / name, "--as", format_name)
@@ -284,14 +281,14 @@ def test_nothing_is_written_under_the_name_of_another_compression(tmp_path: Path
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_name_that_ends_in_zst_is_that_of_a_compressed_archive(tmp_path: Path, step: Path) -> None:
+def test_a_name_that_ends_in_zst_is_that_of_a_compressed_archive(tmp_path, step):
     assert run_command("convert", step, tmp_path / "x.tar.zst").returncode == 0
 
     assert (tmp_path / "x.tar.zst").read_bytes()[:4] == bytes.fromhex("28b52ffd")
     assert async_ckpt.load(tmp_path / "x.tar.zst")["step"] == 3
 
 
-def test_a_damaged_source_leaves_nothing(tmp_path: Path, step: Path) -> None:
+def test_a_damaged_source_leaves_nothing(tmp_path, step):
     (archive,) = step.glob("*.tar")
     data = bytearray(archive.read_bytes())
     data[len(data) // 2] ^= 1
@@ -305,7 +302,7 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path, step: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
 @pytest.mark.parametrize("target", list(_TARGETS))
-def test_killed_at_any_call_the_destination_is_whole_or_absent(quick_path: Path, nursery: Nursery, target: str) -> None:
+def test_killed_at_any_call_the_destination_is_whole_or_absent(quick_path, nursery, target):
     source = source_of("safetensors", quick_path)
     before = source.read_bytes()
     numbers = itertools.count()
@@ -340,7 +337,7 @@ def differing(tmp_path: Path, a: Any, b: Any, *options: Any, status: int = 1) ->
     return {row["name"]: row for row in rows}
 
 
-def test_each_kind_of_difference_is_named(tmp_path: Path) -> None:
+def test_each_kind_of_difference_is_named(tmp_path):
     a = {"same": torch.ones(3), "gone": torch.ones(1), "shape": torch.ones(2, 3), "dtype": torch.ones(2), "value": 1}
     b = {
         "same": torch.ones(3),
@@ -361,7 +358,7 @@ def test_each_kind_of_difference_is_named(tmp_path: Path) -> None:
     assert rows["dtype"]["max_abs"] == 0.0
 
 
-def test_differences_of_values_are_measured(tmp_path: Path) -> None:
+def test_differences_of_values_are_measured(tmp_path):
     a, b = torch.arange(1.0, 9.0), torch.arange(1.0, 9.0)
     b[3] += 2.0
     b[0] += 0.5
@@ -381,7 +378,7 @@ def test_differences_of_values_are_measured(tmp_path: Path) -> None:
         (1.0, 0.0, 1.0, 1.0),
     ],
 )
-def test_numbers_that_are_no_numbers(tmp_path: Path, a: float, b: float, max_abs: Any, share: float | None) -> None:
+def test_numbers_that_are_no_numbers(tmp_path, a, b, max_abs, share):
     rows = differing(tmp_path, {"w": torch.tensor([a])}, {"w": torch.tensor([b])}, status=int(share is not None))
     if share is None:
         assert rows == {}
@@ -390,26 +387,26 @@ def test_numbers_that_are_no_numbers(tmp_path: Path, a: float, b: float, max_abs
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint8])
-def test_items_of_any_dtype_are_compared(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_items_of_any_dtype_are_compared(tmp_path, dtype):
     a, b = torch.zeros(5).to(dtype), torch.tensor([0.0, 0, 1, 0, 0]).to(dtype)
     row = differing(tmp_path, {"w": a}, {"w": b})["w"]
     assert (row["max_abs"], row["share"]) == (1.0, 0.2)
 
 
-def test_tolerances_are_those_of_allclose_and_differences_in_bits_are_told_all_the_same(tmp_path: Path) -> None:
+def test_tolerances_are_those_of_allclose_and_differences_in_bits_are_told_all_the_same(tmp_path):
     a, b = torch.tensor([1.0, 100.0]), torch.tensor([1.0, 100.5])
     assert differing(tmp_path, {"w": a}, {"w": b}, "--rtol", "0.01", status=0)["w"]["what"] == "within tolerance"
     assert differing(tmp_path, {"w": a}, {"w": b}, "--atol", "0.4")["w"]["what"] == "value"
     assert differing(tmp_path, {"w": a}, {"w": b}, "--atol", "0.6", status=0)["w"]["what"] == "within tolerance"
 
 
-def test_the_largest_difference_comes_first_and_the_selection_bounds_what_is_compared(tmp_path: Path) -> None:
+def test_the_largest_difference_comes_first_and_the_selection_bounds_what_is_compared(tmp_path):
     a = {"m": {f"w{n}": torch.zeros(2) for n in range(4)}, "other": 1}
     b = {"m": {f"w{n}": torch.full((2,), float(n)) for n in range(4)}, "other": 2}
     assert list(differing(tmp_path, a, b, "--select", "m")) == ["m.w3", "m.w2", "m.w1"]
 
 
-def test_tensors_larger_than_a_chunk_are_compared_to_the_last_item(tmp_path: Path) -> None:
+def test_tensors_larger_than_a_chunk_are_compared_to_the_last_item(tmp_path):
     a = torch.zeros(9 << 20)
     b = a.clone()
     b[-1] = 1.0
@@ -419,7 +416,7 @@ def test_tensors_larger_than_a_chunk_are_compared_to_the_last_item(tmp_path: Pat
     assert (row["max_abs"], row["share"]) == (1.0, 1 / (9 << 20))
 
 
-def test_names_of_a_checkpoint_reach_no_terminal_raw(tmp_path: Path) -> None:
+def test_names_of_a_checkpoint_reach_no_terminal_raw(tmp_path):
     async_ckpt.save({"red\x1b[31m\nnext": torch.ones(1), "v": "\x1b]0;x\x07"}, tmp_path / "a.tar").result()
     async_ckpt.save({"w": torch.ones(1), "v": "y"}, tmp_path / "b.tar").result()
     ended = run_command("diff", tmp_path / "a.tar", tmp_path / "b.tar")
@@ -431,7 +428,7 @@ def test_names_of_a_checkpoint_reach_no_terminal_raw(tmp_path: Path) -> None:
 # --- what others load ---------------------------------------------------------------------------------------------
 
 
-def test_plain_torch_load_reads_a_converted_file_with_random_states(tmp_path: Path) -> None:
+def test_plain_torch_load_reads_a_converted_file_with_random_states(tmp_path):
     with open_run(tmp_path / "run") as ckpt:
         state = {"w": torch.ones(3), "rng": async_ckpt.RngState(), "array": np.arange(4), "scalar": np.float64(2.5)}
         ckpt.save(state, 1).result()
@@ -448,7 +445,7 @@ def test_plain_torch_load_reads_a_converted_file_with_random_states(tmp_path: Pa
     )
 
 
-def test_objects_that_plain_torch_load_refuses_are_named(tmp_path: Path) -> None:
+def test_objects_that_plain_torch_load_refuses_are_named(tmp_path):
     async_ckpt.save({"path": Path("x")}, tmp_path / "a.tar").result()
     ended = run_command("convert", tmp_path / "a.tar", tmp_path / "a.pt", "--trust")
     assert (ended.returncode, "pathlib" in ended.stderr) == (0, True), ended
@@ -466,7 +463,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, model
 
 
-def test_a_folder_with_the_config_of_a_model_is_one_that_from_pretrained_loads(trained: Any, tmp_path: Path) -> None:
+def test_a_folder_with_the_config_of_a_model_is_one_that_from_pretrained_loads(trained, tmp_path):
     folder, model = trained
     options = ("--to", "hf", "--config", folder / "base")
 
@@ -485,7 +482,7 @@ def test_a_folder_with_the_config_of_a_model_is_one_that_from_pretrained_loads(t
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_weights_of_lora_become_the_folder_of_an_adapter_that_peft_loads(trained: Any, tmp_path: Path) -> None:
+def test_weights_of_lora_become_the_folder_of_an_adapter_that_peft_loads(trained, tmp_path):
     peft: Any = pytest.importorskip("peft")
     folder, _ = trained
     adapted = peft.get_peft_model(gpt2(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, fan_in_fan_out=True))
@@ -509,7 +506,7 @@ def test_weights_of_lora_become_the_folder_of_an_adapter_that_peft_loads(trained
         assert all(torch.equal(value, loaded[name]) for name, value in weights.items())
 
 
-def test_weights_that_a_model_would_have_anew_are_named(trained: Any, tmp_path: Path) -> None:
+def test_weights_that_a_model_would_have_anew_are_named(trained, tmp_path):
     folder, _ = trained
     wanted = ("--select", "model.transformer.h.*", "--strip", "model.")
     ended = run_command("convert", folder / "run", tmp_path / "out", "--to", "hf", "--config", folder / "base", *wanted)

@@ -26,7 +26,7 @@ def marks_of(root: Path) -> dict[int, tuple[str, str]]:
         return ckpt.marks()
 
 
-def test_a_step_is_marked_with_a_note_and_the_mark_is_taken_back(root: Path):
+def test_a_step_is_marked_with_a_note_and_the_mark_is_taken_back(root):
     assert run_command("mark", root, "3", "--bad", "loss is nan").stdout.endswith("is marked bad: loss is nan\n")
     assert documented("mark", root, "1", "--good", "")["places"] == [str(root)]
     assert marks_of(root) == {1: ("good", ""), 3: ("bad", "loss is nan")}
@@ -37,7 +37,7 @@ def test_a_step_is_marked_with_a_note_and_the_mark_is_taken_back(root: Path):
     assert marks_of(root) == {1: ("good", "")}
 
 
-def test_the_rules_of_prune_know_good_and_bad_steps(root: Path):
+def test_the_rules_of_prune_know_good_and_bad_steps(root):
     run_command("mark", root, "1", "--good", "eval")
     run_command("mark", root, "2", "--bad", "spike")
 
@@ -45,7 +45,7 @@ def test_the_rules_of_prune_know_good_and_bad_steps(root: Path):
     assert [row["step"] for row in documented("ls", root)["steps"]] == [1, 3]
 
 
-def test_other_words_leave_marks_where_they_are_and_a_copy_has_them(root: Path, tmp_path: Path):
+def test_other_words_leave_marks_where_they_are_and_a_copy_has_them(root, tmp_path):
     run_command("mark", root, "2", "--bad", "spike")
     before = sorted(path.name for path in root.iterdir())
 
@@ -57,7 +57,7 @@ def test_other_words_leave_marks_where_they_are_and_a_copy_has_them(root: Path, 
     assert marks_of(tmp_path / "copy") == marks_of(root) == {2: ("bad", "spike")}
 
 
-def test_watch_and_page_show_marks_and_watch_warns_of_a_bad_newest_step_of_a_training(root: Path, tmp_path: Path):
+def test_watch_and_page_show_marks_and_watch_warns_of_a_bad_newest_step_of_a_training(root, tmp_path):
     run_command("mark", root, "3", "--bad", "loss is nan")
     assert documented("watch", root, "--once")["marks"] == {"3": "bad: loss is nan"}
     assert "  bad: loss is nan\n" in run_command("watch", root, "--once").stdout
@@ -77,7 +77,7 @@ def test_watch_and_page_show_marks_and_watch_warns_of_a_bad_newest_step_of_a_tra
         assert (watched.look().warnings, 5 in watched.look().marks) == ((), False)
 
 
-def test_the_mark_is_put_at_all_places_of_the_run(tmp_path: Path):
+def test_the_mark_is_put_at_all_places_of_the_run(tmp_path):
     near, far = tmp_path / "near", tmp_path / "far"
     with open_run([near, far]) as ckpt:
         everywhere(ckpt, ckpt.save(state_at(1), 1))
@@ -95,14 +95,14 @@ def test_the_mark_is_put_at_all_places_of_the_run(tmp_path: Path):
         (("3", "--bad", "x" * 5000), 2, "at most 4,096"),
     ],
 )
-def test_a_mark_that_makes_no_sense_says_what_to_give(root: Path, words: tuple[str, ...], status: int, says: str):
+def test_a_mark_that_makes_no_sense_says_what_to_give(root, words, status, says):
     ended = run_command("mark", root, *words)
 
     assert (ended.returncode, says in ended.stderr) == (status, True)
     assert marks_of(root) == {}
 
 
-def test_the_folder_of_a_step_is_no_run(root: Path):
+def test_the_folder_of_a_step_is_no_run(root):
     ended = run_command("mark", f"{root}@3", "3", "--bad", "x")
 
     assert (ended.returncode, "name the root of its run, and the step after it" in ended.stderr) == (2, True)

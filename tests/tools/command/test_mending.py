@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from buckets import bucket  # noqa: F401
-from children import Nursery
 from commands import documented, in_terminal, run_command, store_options
 from folders import read as tree_of
 from slices import some
@@ -77,7 +76,7 @@ def fates(root: Any, *options: Any) -> dict[int, bool]:
     return {row["step"]: row["deleted"] for row in documented("prune", root, *options)["steps"]}
 
 
-def test_what_is_shown_is_what_goes(root: Path) -> None:
+def test_what_is_shown_is_what_goes(root):
     before = tree_of(root)
     rules = ("--keep", "last=2", "--keep", "best=loss:min:1")
     shown = fates(root, *rules, "--dry-run")
@@ -99,7 +98,7 @@ def test_what_is_shown_is_what_goes(root: Path) -> None:
         (["bytes=2.5e6"], Keep(bytes=2.5e6)),
     ],
 )
-def test_it_deletes_what_the_retention_of_a_training_would(tmp_path: Path, rules: list[str], keep: Keep) -> None:
+def test_it_deletes_what_the_retention_of_a_training_would(tmp_path, rules, keep):
     with open_run(tmp_path / "b", keep=keep) as ckpt:
         for step in range(1, 6):
             ckpt.save(state_at(step), step, record={"loss": abs(step - 2.0)})
@@ -111,7 +110,7 @@ def test_it_deletes_what_the_retention_of_a_training_would(tmp_path: Path, rules
         assert [step for step, deleted in shown.items() if not deleted] == kept
 
 
-def test_the_step_that_the_tracker_names_and_those_that_lend_stay(tmp_path: Path) -> None:
+def test_the_step_that_the_tracker_names_and_those_that_lend_stay(tmp_path):
     root, base = tmp_path / "a", {"w": torch.ones(10)}
     with open_run(root) as ckpt:
         for step in range(1, 5):
@@ -132,7 +131,7 @@ def _cut_manifest(folder: Path) -> None:
 
 @pytest.mark.parametrize("damage", [_lose_archive, _cut_manifest])
 @pytest.mark.parametrize("rule", ["last=1", "every=5", "best=loss:max"])  # each of which the broken step would fill
-def test_broken_steps_stay_and_never_count_for_a_rule(root: Path, damage: Any, rule: str) -> None:
+def test_broken_steps_stay_and_never_count_for_a_rule(root, damage, rule):
     damage(root / "step_00000005")
     shown = fates(root, "--keep", rule, "--dry-run")
     assert fates(root, "--keep", rule, "--yes") == shown
@@ -140,7 +139,7 @@ def test_broken_steps_stay_and_never_count_for_a_rule(root: Path, damage: Any, r
     assert_is_state(async_ckpt.load(root / "step_00000004"), 4)
 
 
-def test_an_older_broken_step_stays_with_what_it_borrows(tmp_path: Path) -> None:
+def test_an_older_broken_step_stays_with_what_it_borrows(tmp_path):
     root, base = tmp_path / "a", {"w": torch.ones(10)}
     with open_run(root) as ckpt:
         for step in range(1, 7):
@@ -150,13 +149,13 @@ def test_an_older_broken_step_stays_with_what_it_borrows(tmp_path: Path) -> None
     assert gone == [1, 4]
 
 
-def test_the_table_says_of_a_step_that_stays_why_it_is_broken(root: Path) -> None:
+def test_the_table_says_of_a_step_that_stays_why_it_is_broken(root):
     _cut_manifest(root / "step_00000005")
     told = run_command("prune", root, "--keep", "last=1", "--dry-run").stdout
     assert "keep, broken: its manifest is damaged" in told
 
 
-def test_nobody_is_asked_where_nobody_can_answer(root: Path) -> None:
+def test_nobody_is_asked_where_nobody_can_answer(root):
     before = tree_of(root)
     ended = run_command("prune", root, "--keep", "last=1")
     assert (ended.returncode, "--yes" in ended.stderr) == (2, True)
@@ -164,13 +163,13 @@ def test_nobody_is_asked_where_nobody_can_answer(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("answer", "steps"), [("y", [5]), ("n", [1, 2, 3, 4, 5]), ("", [1, 2, 3, 4, 5])])
-def test_somebody_is_asked_in_a_terminal(root: Path, answer: str, steps: list[int]) -> None:
+def test_somebody_is_asked_in_a_terminal(root, answer, steps):
     written = in_terminal("prune", root, "--keep", "last=1", answer=answer, status=0 if answer == "y" else 1)
     assert b"Delete them?" in written
     assert_is_run(root, steps)
 
 
-def test_a_run_of_a_living_process_is_refused(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_run_of_a_living_process_is_refused(tmp_path, nursery):
     root = tmp_path / "a"
     child = nursery.start(
         """
@@ -202,7 +201,7 @@ def test_a_run_of_a_living_process_is_refused(tmp_path: Path, nursery: Nursery) 
     assert_is_run(root, [3])
 
 
-def test_a_store_cannot_tell_who_lives_and_says_so(bucket: Any, nursery: Nursery) -> None:  # noqa: F811
+def test_a_store_cannot_tell_who_lives_and_says_so(bucket, nursery):  # noqa: F811
     place = bucket.place("runs/a")
     child = nursery.start(
         """
@@ -278,8 +277,8 @@ def pruned_meanwhile(
 )
 @pytest.mark.parametrize("lives", ["lives", "ends"])
 def test_a_training_that_begins_while_it_works_keeps_what_it_goes_on_from(
-    tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, lives: str
-) -> None:
+    tmp_path, nursery, monkeypatch, owner, name, lives
+):
     root = tmp_path / "a"
     lending_run(root)
     children = []
@@ -310,12 +309,12 @@ def test_a_training_that_begins_while_it_works_keeps_what_it_goes_on_from(
     ],
 )
 def test_at_a_store_it_stops_where_a_training_has_begun_and_puts_back_what_that_may_need(
-    bucket: Any,  # noqa: F811
-    nursery: Nursery,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    path: str,
-) -> None:
+    bucket,  # noqa: F811
+    nursery,
+    monkeypatch,
+    name,
+    path,
+):
     place = bucket.place("runs/a")
     lending_run(place)
     store, env = store_options(place.options)
@@ -348,7 +347,7 @@ def test_at_a_store_it_stops_where_a_training_has_begun_and_puts_back_what_that_
         (("--keep", "best="), "not 'best='"),
     ],
 )
-def test_rules_that_are_none_are_refused(root: Path, options: tuple[str, ...], said: str) -> None:
+def test_rules_that_are_none_are_refused(root, options, said):
     ended = run_command("prune", root, *options, "--yes")
     assert (ended.returncode, said in ended.stderr) == (2, True), ended.stderr
     assert_is_run(root, [1, 2, 3, 4, 5])
@@ -357,14 +356,14 @@ def test_rules_that_are_none_are_refused(root: Path, options: tuple[str, ...], s
 # --- repair -------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_mended_where_nothing_is_broken(root: Path) -> None:
+def test_nothing_is_mended_where_nothing_is_broken(root):
     before = tree_of(root)
     assert damages(root, status=0) == {}
     assert damages(root, "--apply", status=0) == {}
     assert tree_of(root) == before
 
 
-def test_tracker_and_journal_are_made_again_from_the_manifests(root: Path) -> None:
+def test_tracker_and_journal_are_made_again_from_the_manifests(root):
     whole = tree_of(root)
     (root / "latest").unlink()
     (root / "checkpoints.jsonl").write_text("torn")
@@ -377,13 +376,13 @@ def test_tracker_and_journal_are_made_again_from_the_manifests(root: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["step_00000009\n", "nonsense", "", "step_00000002\n"])
-def test_a_tracker_that_names_no_step_is_made_right(root: Path, text: str) -> None:
+def test_a_tracker_that_names_no_step_is_made_right(root, text):
     (root / "latest").write_text(text)
     damages(root, "--apply", status=0)
     assert (root / "latest").read_text() == "step_00000005\n"
 
 
-def test_a_tracker_at_a_step_of_another_program_is_left_alone(root: Path) -> None:
+def test_a_tracker_at_a_step_of_another_program_is_left_alone(root):
     (root / "step_00000009").mkdir()
     (root / "step_00000009" / "model.bin").touch()
     (root / "latest").write_text("step_00000009\n")
@@ -392,7 +391,7 @@ def test_a_tracker_at_a_step_of_another_program_is_left_alone(root: Path) -> Non
 
 
 @pytest.mark.parametrize("naming", ["verl", "deepspeed"])
-def test_the_tracker_of_another_trainer_is_made_again(tmp_path: Path, naming: str) -> None:
+def test_the_tracker_of_another_trainer_is_made_again(tmp_path, naming):
     root = saved(tmp_path / "a", naming=naming)
     whole = tree_of(root)
     tracker = "latest" if naming == "deepspeed" else "latest_checkpointed_iteration.txt"
@@ -401,7 +400,7 @@ def test_the_tracker_of_another_trainer_is_made_again(tmp_path: Path, naming: st
     assert tree_of(root) == whole
 
 
-def test_what_dead_writers_have_left_is_swept(root: Path) -> None:
+def test_what_dead_writers_have_left_is_swept(root):
     (archive,) = (root / "step_00000003").glob("*.tar")
     shutil.copy(archive, archive.with_name("rank_00000.aabbccdd.tar"))
     (root / "step_00000004" / ".rank_00000.aabbccdd.tar.01234567.async_ckpt-tmp").touch()
@@ -414,7 +413,7 @@ def test_what_dead_writers_have_left_is_swept(root: Path) -> None:
     assert_is_run(root, [1, 2, 3, 4, 5])
 
 
-def test_a_retired_step_is_put_back(tmp_path: Path) -> None:
+def test_a_retired_step_is_put_back(tmp_path):
     root = retired_run(tmp_path / "a")
     before = tree_of(root)
     assert "step_00000004" in damages(root, "--unretire", 4)
@@ -429,7 +428,7 @@ def test_a_retired_step_is_put_back(tmp_path: Path) -> None:
         assert ckpt.steps() == [1, 2, 4, 5]
 
 
-def test_a_step_that_cannot_be_put_back_is_said(tmp_path: Path) -> None:
+def test_a_step_that_cannot_be_put_back_is_said(tmp_path):
     root = retired_run(tmp_path / "a")
     for step, said in ((2, "is committed"), (7, "no step 7 was retired")):
         ended = run_command("repair", root, "--unretire", step, "--apply")
@@ -440,7 +439,7 @@ def test_a_step_that_cannot_be_put_back_is_said(tmp_path: Path) -> None:
     assert (ended.returncode, archive.name in ended.stderr) == (1, True)
 
 
-def test_a_damaged_manifest_is_named_and_the_rest_is_mended(root: Path) -> None:
+def test_a_damaged_manifest_is_named_and_the_rest_is_mended(root):
     (root / "step_00000002" / "manifest.json").write_text("{}")
     (root / "latest").unlink()
     told = damages(root, "--apply")
@@ -461,9 +460,7 @@ def test_a_damaged_manifest_is_named_and_the_rest_is_mended(root: Path) -> None:
     ],
     ids=["prune", "repair", "unretire"],
 )
-def test_killed_at_any_call_the_run_is_whole_and_the_same_command_ends_it(
-    quick_path: Path, nursery: Nursery, arguments: tuple[str, ...]
-) -> None:
+def test_killed_at_any_call_the_run_is_whole_and_the_same_command_ends_it(quick_path, nursery, arguments):
     source = retired_run(quick_path / "a")
     (archive,) = (source / "step_00000001").glob("*.tar")
     shutil.copy(archive, archive.with_name("rank_00000.aabbccdd.tar"))
@@ -491,7 +488,7 @@ def test_killed_at_any_call_the_run_is_whole_and_the_same_command_ends_it(
         shutil.rmtree(root)
 
 
-def test_a_folder_of_runs_and_several_runs_are_repaired(tmp_path: Path) -> None:
+def test_a_folder_of_runs_and_several_runs_are_repaired(tmp_path):
     for name in ("a", "b", "c"):
         saved(tmp_path / "runs" / name, steps=1)
         (tmp_path / "runs" / name / "latest").unlink()

@@ -90,7 +90,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_run_becomes_one_file_that_says_how_it_went(root: Path, tmp_path: Path) -> None:
+def test_a_run_becomes_one_file_that_says_how_it_went(root, tmp_path):
     target = tmp_path / "run.html"
     told = documented("page", root, "-o", target)
 
@@ -105,7 +105,7 @@ def test_a_run_becomes_one_file_that_says_how_it_went(root: Path, tmp_path: Path
     assert "Lowest 0.2 at step 5, highest 1;" in page
 
 
-def test_a_folder_of_runs_and_several_runs_are_compared(root: Path, tmp_path: Path) -> None:
+def test_a_folder_of_runs_and_several_runs_are_compared(root, tmp_path):
     told = documented("page", root.parent, "-o", tmp_path / "folder.html")
     assert [run["name"] for run in told["runs"]] == [f"{root.parent.name}/a"]
 
@@ -116,7 +116,7 @@ def test_a_folder_of_runs_and_several_runs_are_compared(root: Path, tmp_path: Pa
     assert page.count("<dt>last durable step</dt>") == 2
 
 
-def test_the_page_asks_for_nothing_and_runs_only_its_own_scripts() -> None:
+def test_the_page_asks_for_nothing_and_runs_only_its_own_scripts():
     page = text_of(events_of_run(30))
 
     tags = Tags(page)
@@ -132,7 +132,7 @@ def test_the_page_asks_for_nothing_and_runs_only_its_own_scripts() -> None:
     assert len(digests) == 2
 
 
-def test_the_time_of_each_start_is_a_stacked_bar_of_its_shares() -> None:
+def test_the_time_of_each_start_is_a_stacked_bar_of_its_shares():
     events = [
         saved(10, BEGIN + 100, opened=BEGIN, stall_seconds=10, total_seconds=0),
         event("progress", BEGIN + 200, 20, opened=BEGIN),
@@ -153,14 +153,14 @@ def test_the_time_of_each_start_is_a_stacked_bar_of_its_shares() -> None:
     assert "<dt>interval</dt><dd>42 s by overhead</dd>" in text
 
 
-def test_the_license_of_the_library_is_in_the_page() -> None:
+def test_the_license_of_the_library_is_in_the_page():
     page = text_of(events_of_run(3))
     assert "The MIT License (MIT)" in page
     assert "Copyright (c) 2022 Leon Sorokin" in page
     assert "The above copyright notice and this permission notice shall be" in page
 
 
-def test_names_with_markup_are_text() -> None:
+def test_names_with_markup_are_text():
     """Wherever a user's text comes to the page: the run, records, groups, errors."""
     events = [
         saved(1, groups={ATTACK: 10, "b": 5}, record={ATTACK: 0.5, "note": ATTACK}),
@@ -176,16 +176,14 @@ def test_names_with_markup_are_text() -> None:
     assert Tags(text_of(events, names=[ATTACK])).names == Tags(text_of(plain, names=["x"])).names
 
 
-def test_a_page_of_ten_thousand_saves_is_less_than_a_megabyte() -> None:
+def test_a_page_of_ten_thousand_saves_is_less_than_a_megabyte():
     page = text_of(events_of_run(10_000))
     assert len(page) < 1_000_000
     content = content_of(page)
     assert len(content["runs"][0]["saves"]) > 9_900
 
 
-def test_the_file_is_replaced_only_when_that_is_asked_for_and_as_a_whole(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_is_replaced_only_when_that_is_asked_for_and_as_a_whole(root, tmp_path, monkeypatch):
     target = tmp_path / "run.html"
     target.write_text("mine", encoding="utf-8")
 
@@ -214,15 +212,13 @@ def test_the_file_is_replaced_only_when_that_is_asked_for_and_as_a_whole(
         (("-o", "/proc/x.html"), 74, "/proc/x.html"),
     ],
 )
-def test_an_output_that_cannot_be_is_said(
-    root: Path, tmp_path: Path, output: Sequence[str], status: int, said: str
-) -> None:
+def test_an_output_that_cannot_be_is_said(root, tmp_path, output, status, said):
     ended = run_command("page", root, *(one.format(tmp=tmp_path) for one in output))
     assert (ended.returncode, ended.stdout) == (status, "")
     assert said in ended.stderr
 
 
-def test_a_page_of_a_bucket_goes_to_a_bucket(bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
+def test_a_page_of_a_bucket_goes_to_a_bucket(bucket, tmp_path):  # noqa: F811
     with open_run(bucket.place("run")) as ckpt:
         ckpt.save({"w": torch.ones(10)}, 1).result()
     options, keys = store_options(bucket.place().options or {})
@@ -233,7 +229,7 @@ def test_a_page_of_a_bucket_goes_to_a_bucket(bucket: Bucket, tmp_path: Path) -> 
     assert bucket.read("run.html").startswith(b"<!doctype html>")
 
 
-def test_best_marks_the_best_steps_of_a_metric(root: Path, tmp_path: Path) -> None:
+def test_best_marks_the_best_steps_of_a_metric(root, tmp_path):
     events = [saved(step, BEGIN + step, record={"acc": value}) for step, value in ((1, 0.1), (2, 0.9), (3, 0.7))]
     best = [Best("acc", "max", 2)]
     (picture,) = [one for one in pictures_of(columns_of("a", events), best) if one.name.startswith("record")]
@@ -248,7 +244,7 @@ def test_best_marks_the_best_steps_of_a_metric(root: Path, tmp_path: Path) -> No
 # --- what is known ------------------------------------------------------------------------------------------------
 
 
-def test_pictures_of_which_nothing_is_known_are_left_out() -> None:
+def test_pictures_of_which_nothing_is_known_are_left_out():
     assert names_of([saved(1, record={"note": "text"})]) == ["timeline", "sizes", "storage"]
     assert names_of([event("failed", BEGIN, 1, error="E", message="m")]) == ["timeline"]
     assert names_of(events_of_run(60, num_ranks=4)) == [
@@ -257,7 +253,7 @@ def test_pictures_of_which_nothing_is_known_are_left_out() -> None:
     ]
 
 
-def test_the_bytes_on_storage_follow_saves_deletions_and_rollbacks() -> None:
+def test_the_bytes_on_storage_follow_saves_deletions_and_rollbacks():
     events = [
         saved(1, num_bytes=10, kept=False),
         saved(2, num_bytes=20, kept=False),
@@ -269,11 +265,11 @@ def test_the_bytes_on_storage_follow_saves_deletions_and_rollbacks() -> None:
     assert stored_bytes(events) == [10, 30, 20, 50, 20, 25]
 
 
-def test_a_step_that_was_deleted_without_an_event_is_not_on_storage_at_the_end() -> None:
+def test_a_step_that_was_deleted_without_an_event_is_not_on_storage_at_the_end():
     assert stored_bytes([saved(1, num_bytes=10, kept=False), saved(2, num_bytes=20)]) == [10, 20]
 
 
-def test_lanes_show_where_a_group_was_written_and_whose_it_is() -> None:
+def test_lanes_show_where_a_group_was_written_and_whose_it_is():
     saves = [
         saved(1, groups={"base": 5, "head": 1}),
         saved(2, groups={"head": 1}, borrowed={"base": 1}),
@@ -286,14 +282,14 @@ def test_lanes_show_where_a_group_was_written_and_whose_it_is() -> None:
     assert [*lane.spans] == [(1, 1, None), (2, 3, 1), (4, 4, None), (5, 5, 4)]
 
 
-def test_sentences_name_what_is_worth_a_look() -> None:
+def test_sentences_name_what_is_worth_a_look():
     events = events_of_run(200, num_ranks=8)
     assert re.search(r"19\d saves committed; 1 failed and 3 skipped beside them\.", says(events, "timeline"))
     assert "at the most, at step 100." in says(events, "stall")
     assert "Rank 3 was the slowest most often" in says(events, "ranks")
 
 
-def test_records_of_text_and_without_a_number_are_in_tables_only() -> None:
+def test_records_of_text_and_without_a_number_are_in_tables_only():
     events = [
         saved(1, record={"loss": None, "note": "a", "deep": {"x": [1]}, "flag": True}),
         saved(2, record={"loss": 0.5, "huge": 1e300, "many": 10**40}),
@@ -307,7 +303,7 @@ def test_records_of_text_and_without_a_number_are_in_tables_only() -> None:
     assert by_title["huge"] == [None, 1e300, None]
 
 
-def test_events_of_several_runs_are_summed_up_beside_each_other() -> None:
+def test_events_of_several_runs_are_summed_up_beside_each_other():
     page = text_of(events_of_run(40), events_of_run(30, seed=1), names=["first", "second"])
     assert page.index("Side by side") < page.index("<h2>first</h2>") < page.index("<h2>second</h2>")
     assert len(content_of(page)["runs"]) == 2
@@ -316,7 +312,7 @@ def test_events_of_several_runs_are_summed_up_beside_each_other() -> None:
 # --- runs in a bad state ------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_being_written_and_has_damage_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_run_that_is_being_written_and_has_damage_is_shown_as_far_as_it_goes(tmp_path):
     root = tmp_path / "a"
     with open_run(root) as ckpt:
         for step in (1, 2, 3):
@@ -333,7 +329,7 @@ def test_a_run_that_is_being_written_and_has_damage_is_shown_as_far_as_it_goes(t
     assert told["runs"][0]["num_saves"] == 3
 
 
-def test_a_run_without_a_history_is_shown_by_its_manifests(root: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_history_is_shown_by_its_manifests(root, tmp_path):
     old = tmp_path / "old"
     shutil.copytree(root, old)
     (old / "history.jsonl").unlink()
@@ -344,7 +340,7 @@ def test_a_run_without_a_history_is_shown_by_its_manifests(root: Path, tmp_path:
     assert "Record: loss" in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 
-def test_a_place_without_a_run_has_no_page(tmp_path: Path) -> None:
+def test_a_place_without_a_run_has_no_page(tmp_path):
     (tmp_path / "empty").mkdir()
     for place in ("empty", "nowhere"):
         ended = run_command("page", tmp_path / place, "-o", tmp_path / "x.html")
@@ -352,7 +348,7 @@ def test_a_place_without_a_run_has_no_page(tmp_path: Path) -> None:
     assert not (tmp_path / "x.html").exists()
 
 
-def test_a_hundred_thousand_lines_of_a_journal_are_no_matter(root: Path, tmp_path: Path) -> None:
+def test_a_hundred_thousand_lines_of_a_journal_are_no_matter(root, tmp_path):
     long = tmp_path / "long"
     shutil.copytree(root, long)
     line = (long / "checkpoints.jsonl").read_bytes().splitlines()[0] + b"\n"
@@ -367,7 +363,7 @@ def test_a_hundred_thousand_lines_of_a_journal_are_no_matter(root: Path, tmp_pat
     assert "skipped</dt><dd>100,000</dd>" in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 
-def test_clocks_that_run_back_and_times_of_no_clock_are_taken_as_they_are() -> None:
+def test_clocks_that_run_back_and_times_of_no_clock_are_taken_as_they_are():
     events = [saved(step, time) for step, time in ((1, BEGIN), (2, BEGIN - 5000), (3, -1.0), (4, 1e17), (5, BEGIN + 1))]
     (run,) = content_of(text_of(events))["runs"]
     assert run["columns"]["time"]["differences"] == [BEGIN * 1e3, -5_000_000, None, None, 5_001_000]
@@ -407,7 +403,7 @@ INK = """((canvas) => {
 })"""
 
 
-def test_every_picture_is_drawn_and_has_a_key_a_readout_and_a_table(page: OpenPage) -> None:
+def test_every_picture_is_drawn_and_has_a_key_a_readout_and_a_table(page):
     count = len(page.texts("figure"))
     assert count == 12
     assert min(page.evaluate(f"[...document.querySelectorAll('figure canvas')].map({INK})")) > 3
@@ -421,7 +417,7 @@ def test_every_picture_is_drawn_and_has_a_key_a_readout_and_a_table(page: OpenPa
     assert heads[:4] == ["step", "when", "size", "call"]
 
 
-def test_every_picture_is_there_when_the_page_has_loaded(file: Path, tmp_path: Path) -> None:
+def test_every_picture_is_there_when_the_page_has_loaded(file, tmp_path):
     """As a browser without a screen takes it, which waits for nothing else."""
     file.write_text(text_of(events_of_run(5000, num_ranks=8)), encoding="utf-8")
     found = program()
@@ -434,7 +430,7 @@ def test_every_picture_is_there_when_the_page_has_loaded(file: Path, tmp_path: P
     assert "iframe" not in names
 
 
-def test_a_long_table_shows_the_newest_rows_and_then_all(page: OpenPage) -> None:
+def test_a_long_table_shows_the_newest_rows_and_then_all(page):
     page.evaluate("document.querySelector('[data-picture=stall] details').open = true")
     page.evaluate("new Promise((resolve) => setTimeout(resolve))")
     steps = page.texts("[data-picture=stall] tbody td:first-child")
@@ -446,7 +442,7 @@ def test_a_long_table_shows_the_newest_rows_and_then_all(page: OpenPage) -> None
     assert page.texts("[data-picture=stall] button") == []
 
 
-def test_the_mouse_tells_the_report_of_a_save(page: OpenPage) -> None:
+def test_the_mouse_tells_the_report_of_a_save(page):
     box = page.box("[data-picture=phases] .u-over")
     newest = page.texts("[data-picture=phases] .readout")[0]
     page.mouse("mouseMoved", box["x"] + box["width"] / 2, box["y"] + 20)
@@ -458,7 +454,7 @@ def test_the_mouse_tells_the_report_of_a_save(page: OpenPage) -> None:
     )
 
 
-def test_the_keyboard_goes_from_save_to_save_and_says_so_to_screen_readers(page: OpenPage) -> None:
+def test_the_keyboard_goes_from_save_to_save_and_says_so_to_screen_readers(page):
     chart = "document.querySelector('[data-picture=stall] .chart')"
     page.evaluate(f"{chart}.focus()")
     spoken = f"{chart}.getAttribute('aria-valuetext')"
@@ -483,7 +479,7 @@ def picture_of(page: OpenPage, name: str) -> str:
 
 
 @pytest.mark.parametrize("way", ["drag", "keys", "choice"])
-def test_a_zoom_into_one_picture_is_one_into_all_and_ends(page: OpenPage, way: str) -> None:
+def test_a_zoom_into_one_picture_is_one_into_all_and_ends(page, way):
     whole = {name: picture_of(page, name) for name in ("timeline", "stall", "free")}
     if way == "drag":
         box = page.box("[data-picture=stall] .u-over")
@@ -510,7 +506,7 @@ def test_a_zoom_into_one_picture_is_one_into_all_and_ends(page: OpenPage, way: s
     assert all(picture_of(page, name) == before for name, before in whole.items())
 
 
-def test_dark_and_light_have_colours_of_their_own(page: OpenPage) -> None:
+def test_dark_and_light_have_colours_of_their_own(page):
     light = page.evaluate("getComputedStyle(document.body).backgroundColor"), picture_of(page, "stall")
     page.scheme(dark=True)
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor"), picture_of(page, "stall")
@@ -519,19 +515,19 @@ def test_dark_and_light_have_colours_of_their_own(page: OpenPage) -> None:
 
 
 @pytest.mark.parametrize("width", [320, 390, 1440])
-def test_nothing_is_wider_than_the_window(browser: Chromium, file: Path, width: int) -> None:
+def test_nothing_is_wider_than_the_window(browser, file, width):
     with opened(browser, file, width=width) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.evaluate("Math.max(...[...document.querySelectorAll('canvas')].map((e) => e.clientWidth))") <= width
 
 
-def test_a_window_that_becomes_narrow_redraws_the_pictures(page: OpenPage) -> None:
+def test_a_window_that_becomes_narrow_redraws_the_pictures(page):
     page.size(390, 800)
     page.evaluate("new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-def test_scripts_in_names_are_shown_and_never_run(browser: Chromium, tmp_path: Path) -> None:
+def test_scripts_in_names_are_shown_and_never_run(browser, tmp_path):
     events = [
         saved(1, groups={ATTACK: 10}, record={ATTACK: 0.5, "note": ATTACK}, total_seconds=1.0),
         saved(
@@ -563,7 +559,7 @@ def test_scripts_in_names_are_shown_and_never_run(browser: Chromium, tmp_path: P
     ],
     ids=["one", "zeros", "no save", "clocks", "huge", "one step thrice"],
 )
-def test_odd_histories_are_drawn(browser: Chromium, tmp_path: Path, events: list[Event]) -> None:
+def test_odd_histories_are_drawn(browser, tmp_path, events):
     file = tmp_path / "x.html"
     for runs in ((events,), (events, events_of_run(5))):
         file.write_text(text_of(*runs), encoding="utf-8")
@@ -575,7 +571,7 @@ def test_odd_histories_are_drawn(browser: Chromium, tmp_path: Path, events: list
             )
 
 
-def test_a_browser_that_cannot_unpack_the_values_says_so(browser: Chromium, file: Path) -> None:
+def test_a_browser_that_cannot_unpack_the_values_says_so(browser, file):
     text = file.read_text(encoding="utf-8")
     file.write_text(re.sub(r'(id="data">)[^<]*', r"\1!", text), encoding="utf-8")
     with opened(browser, file, drawn=False) as page:

@@ -19,7 +19,6 @@ from commands import documented, in_terminal, run_command, store_options
 from exported import gpt2
 from published import Line, flip
 from rank_archives import commit, write_all
-from rank_worlds import Worlds
 from states import open_run
 
 import async_ckpt
@@ -66,7 +65,7 @@ def mend(fault: dict[str, Any], **places: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_a_sound_run_is_one_sentence(root: Path) -> None:
+def test_a_sound_run_is_one_sentence(root):
     ended = run_command("verify", root)
     assert ended.returncode == 0
     assert ended.stdout.startswith(f"{root}: 3 steps, 1 to 3, sound; ")
@@ -121,7 +120,7 @@ def _loseable(root: Path) -> dict[str, Callable[[], object]]:
         ("the folder of a borrower", set()),
     ],
 )
-def test_all_faces_call_the_same_steps_broken(root: Path, lost: str, broken: set[int]) -> None:
+def test_all_faces_call_the_same_steps_broken(root, lost, broken):
     _loseable(root)[lost]()
     for face, found in _broken_by_faces(root).items():
         assert found == (broken & {3} if face == "watch" else broken), face
@@ -132,7 +131,7 @@ def test_all_faces_call_the_same_steps_broken(root: Path, lost: str, broken: set
             async_ckpt.load(root / f"step_{step:08d}")
 
 
-def test_a_step_of_ranks_is_broken_where_one_archive_of_them_or_of_the_lender_is_gone(tmp_path: Path) -> None:
+def test_a_step_of_ranks_is_broken_where_one_archive_of_them_or_of_the_lender_is_gone(tmp_path):
     def build(rank: int) -> dict[str, Any]:
         return {"m": {"w": torch.full((1000,), float(rank))}, "own": torch.full((3,), float(rank))}
 
@@ -149,7 +148,7 @@ def test_a_step_of_ranks_is_broken_where_one_archive_of_them_or_of_the_lender_is
         assert documented("verify", root, status=1)["damaged"] == [1]
 
 
-def test_a_borrowed_archive_that_is_gone_from_a_bucket_is_found(bucket: Bucket) -> None:  # noqa: F811
+def test_a_borrowed_archive_that_is_gone_from_a_bucket_is_found(bucket):  # noqa: F811
     base = {"w": torch.ones(9)}
     with async_ckpt.AsyncCheckpointer(bucket.place("run")) as ckpt:
         for step in (1, 2):
@@ -164,9 +163,7 @@ def test_a_borrowed_archive_that_is_gone_from_a_bucket_is_found(bucket: Bucket) 
         assert words[0] == "watch" or "is missing" in ended.stdout  # whose lines are as wide as the terminal
 
 
-def test_a_damaged_archive_is_named_with_its_tensors_and_mended_by_the_command_it_names(
-    root: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_archive_is_named_with_its_tensors_and_mended_by_the_command_it_names(root, tmp_path):
     copy = Path(shutil.copytree(root, tmp_path / "copy"))
     flip(archive_of(root, 3), 6_000_000)
 
@@ -181,7 +178,7 @@ def test_a_damaged_archive_is_named_with_its_tensors_and_mended_by_the_command_i
     assert {path.name for path in root.rglob("*")} == {path.name for path in copy.rglob("*")}
 
 
-def test_what_borrowers_lose_is_said_and_the_lender_is_what_is_mended(root: Path, tmp_path: Path) -> None:
+def test_what_borrowers_lose_is_said_and_the_lender_is_what_is_mended(root, tmp_path):
     copy = Path(shutil.copytree(root, tmp_path / "copy"))
     flip(archive_of(root, 1), 18_000_000)
 
@@ -194,7 +191,7 @@ def test_what_borrowers_lose_is_said_and_the_lender_is_what_is_mended(root: Path
     assert documented("verify", root)["sound"]
 
 
-def test_a_lender_that_is_gone_is_brought_back_with_its_borrower(root: Path, tmp_path: Path) -> None:
+def test_a_lender_that_is_gone_is_brought_back_with_its_borrower(root, tmp_path):
     copy = Path(shutil.copytree(root, tmp_path / "copy"))
     shutil.rmtree(root / "step_00000001")
 
@@ -206,7 +203,7 @@ def test_a_lender_that_is_gone_is_brought_back_with_its_borrower(root: Path, tmp
     assert documented("verify", root)["steps"] == [1, 2, 3]
 
 
-def test_a_damaged_manifest_is_copied_again(root: Path, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_copied_again(root, tmp_path):
     copy = Path(shutil.copytree(root, tmp_path / "copy"))
     flip(root / "step_00000002/manifest.json", 200)
 
@@ -219,7 +216,7 @@ def test_a_damaged_manifest_is_copied_again(root: Path, tmp_path: Path) -> None:
     assert documented("verify", root)["steps"] == [1, 2, 3]
 
 
-def test_trackers_and_journals_are_compared_with_the_manifests(root: Path) -> None:
+def test_trackers_and_journals_are_compared_with_the_manifests(root):
     (root / "latest").write_text("step_00000002\n")
     journal = root / "checkpoints.jsonl"
     journal.write_text("")
@@ -232,7 +229,7 @@ def test_trackers_and_journals_are_compared_with_the_manifests(root: Path) -> No
     assert documented("verify", root)["sound"]
 
 
-def test_a_tracker_that_moves_on_meanwhile_is_no_fault(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_moves_on_meanwhile_is_no_fault(root, monkeypatch):
     (root / "latest").write_text("step_00000002\n")
     read = verification.checks_of_run
 
@@ -244,7 +241,7 @@ def test_a_tracker_that_moves_on_meanwhile_is_no_fault(root: Path, monkeypatch: 
     assert documented("verify", root)["sound"]
 
 
-def test_the_folder_of_a_step_and_an_archive_alone(root: Path) -> None:
+def test_the_folder_of_a_step_and_an_archive_alone(root):
     assert documented("verify", root / "step_00000002")["steps"] == [2]
     assert documented("verify", archive_of(root, 2))["num_archives"] == 1
     flip(archive_of(root, 2), 6_000_000)
@@ -255,7 +252,7 @@ def test_the_folder_of_a_step_and_an_archive_alone(root: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_every_tensor_of_every_rank_that_is_damaged_is_named(tmp_path: Path, size: int) -> None:
+def test_every_tensor_of_every_rank_that_is_damaged_is_named(tmp_path, size):
     folder = tmp_path / "step_00000001"
     folder.mkdir()
     commit(
@@ -270,7 +267,7 @@ def test_every_tensor_of_every_rank_that_is_damaged_is_named(tmp_path: Path, siz
     assert told["num_archives"] == size
 
 
-def test_a_delta_is_compared_with_its_base_and_what_follows_is_lost(tmp_path: Path) -> None:
+def test_a_delta_is_compared_with_its_base_and_what_follows_is_lost(tmp_path):
     with Line(tmp_path / "v", gpt2(), anchor_every=3) as line:
         line.publish(1, 2, 3, 4)
     assert documented("verify", tmp_path / "v")["versions"] == [1, 2, 3, 4]
@@ -285,7 +282,7 @@ def test_a_delta_is_compared_with_its_base_and_what_follows_is_lost(tmp_path: Pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-def test_versions_of_ranks_are_listed_and_verified(worlds: Worlds, tmp_path: Path) -> None:
+def test_versions_of_ranks_are_listed_and_verified(worlds, tmp_path):
     out = tmp_path / "out"
     worlds.run(2, PUBLISH.format(out=str(out)))
 
@@ -312,7 +309,7 @@ def test_versions_of_ranks_are_listed_and_verified(worlds: Worlds, tmp_path: Pat
     assert "no version there is sound" in ended.stdout + ended.stderr
 
 
-def test_a_run_with_versions_beside_it(root: Path) -> None:
+def test_a_run_with_versions_beside_it(root):
     with async_ckpt.Publisher(root) as publisher:
         publisher.publish({"w": torch.ones(3)}, 1).result()
     told = documented("verify", root)
@@ -327,13 +324,13 @@ def test_a_run_with_versions_beside_it(root: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_terminal_is_shown_a_bar(tmp_path: Path) -> None:
+def test_a_terminal_is_shown_a_bar(tmp_path):
     with open_run(tmp_path / "run") as ckpt:
         ckpt.save({"w": torch.zeros(60_000_000)}, 1).result()
     assert b"verify \x1b" in in_terminal("verify", tmp_path / "run")
 
 
-def test_a_file_of_another_program_is_not_called_damaged(tmp_path: Path) -> None:
+def test_a_file_of_another_program_is_not_called_damaged(tmp_path):
     (tmp_path / "file").write_text("no archive")
     ended = run_command("verify", tmp_path / "file")
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -348,7 +345,7 @@ def test_a_file_of_another_program_is_not_called_damaged(tmp_path: Path) -> None
     assert "does not match its checksum" in fault["text"]
 
 
-def test_a_file_that_is_no_archive_is_not_sound(tmp_path: Path) -> None:
+def test_a_file_that_is_no_archive_is_not_sound(tmp_path):
     (tmp_path / "file").write_bytes(bytes(5000))
     ended = run_command("verify", tmp_path / "file")
     assert ended.returncode == 1

@@ -9,12 +9,10 @@ import shutil
 import signal
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from buckets import Bucket, bucket  # noqa: F401
-from children import Nursery
 from commands import documented, run_command, store_options
 from published import flip
 from states import open_run
@@ -44,7 +42,7 @@ def witness(name: str, to: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_each_word_works_on_the_folder_of_a_framework(name: str, tmp_path: Path) -> None:
+def test_each_word_works_on_the_folder_of_a_framework(name, tmp_path):
     folder = witness(name, tmp_path)
     _, framework, steps = TRAINERS[name]
 
@@ -63,7 +61,7 @@ def test_each_word_works_on_the_folder_of_a_framework(name: str, tmp_path: Path)
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def test_damage_in_a_checkpoint_is_found_by_what_its_files_have(tmp_path: Path) -> None:
+def test_damage_in_a_checkpoint_is_found_by_what_its_files_have(tmp_path):
     damaged = (
         ("transformers_own", "checkpoint-4/optimizer.pt", 4),
         ("verl_fsdp2", "global_step_2/actor/training.tar", 2),
@@ -80,7 +78,7 @@ def test_damage_in_a_checkpoint_is_found_by_what_its_files_have(tmp_path: Path) 
         assert any("safetensors file has no digests" in note for note in told["notes"])
 
 
-def test_a_copy_is_a_checkpoint_once_it_is_whole_and_another_one_is_not_replaced(tmp_path: Path) -> None:
+def test_a_copy_is_a_checkpoint_once_it_is_whole_and_another_one_is_not_replaced(tmp_path):
     folder, target = witness("verl_one", tmp_path), tmp_path / "copy"
 
     def outcomes(*more: str) -> dict[int, str]:
@@ -97,7 +95,7 @@ def test_a_copy_is_a_checkpoint_once_it_is_whole_and_another_one_is_not_replaced
 
 
 @pytest.mark.parametrize("words", [("ls",), ("watch", "--once")])
-def test_one_checkpoint_is_no_run_and_what_shows_it_is_said(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_one_checkpoint_is_no_run_and_what_shows_it_is_said(words, tmp_path):
     ended = run_command(*words, witness("transformers_own", tmp_path) / "checkpoint-4")
     assert (ended.returncode, "is one checkpoint: name the folder above it" in ended.stderr) == (2, True)
 
@@ -113,7 +111,7 @@ def copy_of(second: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize("made", [Path.symlink_to, Path.hardlink_to, copy_of])
-def test_a_second_name_of_a_checkpoint_is_counted_by_no_word_and_copied(made: Any, tmp_path: Path) -> None:
+def test_a_second_name_of_a_checkpoint_is_counted_by_no_word_and_copied(made, tmp_path):
     folder = witness("lightning", tmp_path)
     target = folder / "epoch=1-step=8.ckpt"
     made(folder / "last.ckpt", target)
@@ -136,7 +134,7 @@ def test_a_second_name_of_a_checkpoint_is_counted_by_no_word_and_copied(made: An
     assert {path.name for path in folder.iterdir()} >= {target.name, "last.ckpt"}
 
 
-def test_the_checkpoints_of_two_trainings_are_not_mixed(tmp_path: Path) -> None:
+def test_the_checkpoints_of_two_trainings_are_not_mixed(tmp_path):
     def trained(name: str, *steps: int) -> Path:
         for step in steps:
             (tmp_path / name / f"checkpoint-{step}").mkdir(parents=True)
@@ -170,7 +168,7 @@ def test_the_checkpoints_of_two_trainings_are_not_mixed(tmp_path: Path) -> None:
         assert (status, f"{target} has checkpoints of another training" in text) == (1, True)
 
 
-def test_convert_names_what_it_leaves_out_of_a_checkpoint(tmp_path: Path) -> None:
+def test_convert_names_what_it_leaves_out_of_a_checkpoint(tmp_path):
     told = {
         name: run_command("convert", witness(name, tmp_path) / "checkpoint-4", tmp_path / f"{name}.safetensors").stderr
         for name in ("transformers_own", "transformers_archive")
@@ -183,7 +181,7 @@ def test_convert_names_what_it_leaves_out_of_a_checkpoint(tmp_path: Path) -> Non
     }
 
 
-def test_checkpoints_go_to_a_store_and_come_back(bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
+def test_checkpoints_go_to_a_store_and_come_back(bucket, tmp_path):  # noqa: F811
     folder = witness("transformers_own", tmp_path)
     options, keys = store_options(bucket.server.options)
     url = bucket.url("trainer")
@@ -198,7 +196,7 @@ def test_checkpoints_go_to_a_store_and_come_back(bucket: Bucket, tmp_path: Path)
     assert (pruned.returncode, "0 of 1" in pruned.stdout) == (0, True)  # the newest stays
 
 
-def test_the_best_one_and_the_trackers_stay(tmp_path: Path) -> None:
+def test_the_best_one_and_the_trackers_stay(tmp_path):
     for step in (2, 4, 6):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
@@ -210,7 +208,7 @@ def test_the_best_one_and_the_trackers_stay(tmp_path: Path) -> None:
     assert {row["step"]: row["deleted"] for row in told} == {2: False, 4: True, 6: False}
 
 
-def test_a_folder_of_which_nothing_says_that_its_training_has_ended_is_pruned_unattended_alone(tmp_path: Path) -> None:
+def test_a_folder_of_which_nothing_says_that_its_training_has_ended_is_pruned_unattended_alone(tmp_path):
     folder = witness("deepspeed_own_2", tmp_path)
     ended = run_command("prune", folder, "--keep", "last=1", "--yes")
     assert (ended.returncode, ended.stdout, "--unattended" in ended.stderr) == (1, "", True)
@@ -222,7 +220,7 @@ def test_a_folder_of_which_nothing_says_that_its_training_has_ended_is_pruned_un
     assert async_ckpt.history(folder)[-1]["deleted"] == [2]
 
 
-def test_a_folder_that_a_living_trainer_has_locked_is_not_pruned(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_folder_that_a_living_trainer_has_locked_is_not_pruned(tmp_path, nursery):
     folder = witness("lightning", tmp_path)
     child = nursery.start(
         """
@@ -246,7 +244,7 @@ def test_a_folder_that_a_living_trainer_has_locked_is_not_pruned(tmp_path: Path,
 # --- histories ----------------------------------------------------------------------------------------------------
 
 
-def test_a_training_by_transformers_has_a_history_that_all_words_show(tmp_path: Path) -> None:
+def test_a_training_by_transformers_has_a_history_that_all_words_show(tmp_path):
     pytest.importorskip("transformers")
     from trainers import Files, trainer_of
 
@@ -290,7 +288,7 @@ def trained_by_accelerate(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("trained", [trained_by_transformers, trained_by_accelerate])
-def test_any_flipped_bit_in_a_file_of_the_framework_is_found_and_a_lost_file(trained: Any, tmp_path: Path) -> None:
+def test_any_flipped_bit_in_a_file_of_the_framework_is_found_and_a_lost_file(trained, tmp_path):
     pytest.importorskip("transformers")
     checkpoint = trained(tmp_path / "run")
     copy = tmp_path / "copy" / checkpoint.name
@@ -314,7 +312,7 @@ def test_any_flipped_bit_in_a_file_of_the_framework_is_found_and_a_lost_file(tra
     assert documented("verify", copy.parent)["faults"] == []
 
 
-def test_a_save_that_fails_is_in_the_history_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_is_in_the_history_of_the_trainer(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     from trainers import Files, trainer_of
 
@@ -327,7 +325,7 @@ def test_a_save_that_fails_is_in_the_history_of_the_trainer(tmp_path: Path, monk
     assert kinds == ["failed", "closed"]
 
 
-def test_a_training_by_lightning_has_a_history_with_what_it_monitors(tmp_path: Path) -> None:
+def test_a_training_by_lightning_has_a_history_with_what_it_monitors(tmp_path):
     pytest.importorskip("pytorch_lightning")
     from lightning_runs import NAMES, batches, kit_of, quiet, trainer_of
 
@@ -347,7 +345,7 @@ def test_a_training_by_lightning_has_a_history_with_what_it_monitors(tmp_path: P
     assert [one["record"]["step"] for one in saves] == [2, 4]
 
 
-def test_a_training_by_accelerate_has_its_history_where_accelerate_does_not_look(tmp_path: Path) -> None:
+def test_a_training_by_accelerate_has_its_history_where_accelerate_does_not_look(tmp_path):
     pytest.importorskip("accelerate")
     from accelerated import Training
 
@@ -367,7 +365,7 @@ def test_a_training_by_accelerate_has_its_history_where_accelerate_does_not_look
     assert [one["kept"] for one in async_ckpt.history(tmp_path) if one["kind"] == "save"][-1] is False
 
 
-def test_repair_notes_the_folders_of_trainers_and_says_which_commands_know_them(tmp_path: Path) -> None:
+def test_repair_notes_the_folders_of_trainers_and_says_which_commands_know_them(tmp_path):
     folder = witness("transformers_own", tmp_path)
     with open_run(tmp_path / "run") as ckpt:
         ckpt.save({"w": torch.ones(3)}, 1).result()
@@ -377,7 +375,7 @@ def test_repair_notes_the_folders_of_trainers_and_says_which_commands_know_them(
         assert f"such as {folder}/checkpoint-4" in ended.stderr
 
 
-def test_diff_with_the_folder_of_a_trainer_names_its_checkpoint(tmp_path: Path) -> None:
+def test_diff_with_the_folder_of_a_trainer_names_its_checkpoint(tmp_path):
     folder = witness("transformers_own", tmp_path)
     async_ckpt.save({"w": torch.ones(3)}, tmp_path / "a.tar").result()
     ended = run_command("diff", tmp_path / "a.tar", folder)

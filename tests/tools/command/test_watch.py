@@ -20,7 +20,6 @@ from async_ckpt.core import timing
 from async_ckpt.core.events.log import NAME, EventLog
 from async_ckpt.core.runs.manifest import Archive, Manifest
 from async_ckpt.core.storage.local import LocalStorage
-from async_ckpt.testing import FaultyProxy
 from async_ckpt.tools.command.live import watch
 from async_ckpt.tools.command.live.run_status import RunStatus, RunWatch
 from async_ckpt.tools.command.live.watch import lines_of, sparkline
@@ -287,7 +286,7 @@ class Looks:
             raise KeyboardInterrupt
 
 
-def test_a_store_is_asked_at_most_twice_a_second(s3, bucket, proxy: FaultyProxy, monkeypatch):
+def test_a_store_is_asked_at_most_twice_a_second(s3, bucket, proxy, monkeypatch):
     place = Place(f"s3://{bucket}/run", options={**s3.options, "endpoint": proxy.endpoint})
     with open_run(place) as ckpt:
         for step in range(3):
@@ -313,7 +312,7 @@ def test_a_store_is_asked_at_most_twice_a_second(s3, bucket, proxy: FaultyProxy,
     assert asked[-1] == 3
 
 
-def test_a_bucket_that_answers_slowly_is_shown_all_the_same(s3, bucket, proxy: FaultyProxy):
+def test_a_bucket_that_answers_slowly_is_shown_all_the_same(s3, bucket, proxy):
     place = Place(f"s3://{bucket}/run", options={**s3.options, "endpoint": proxy.endpoint})
     with open_run(place) as ckpt:
         ckpt.save(state_at(1), step=1).result()

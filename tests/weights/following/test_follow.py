@@ -28,7 +28,7 @@ from engine_servers import (
     versions_in,
     weights_of,
 )
-from racing import Gate, until
+from racing import until
 
 import async_ckpt
 from async_ckpt.following import VLLM, Post, Program, SGLang
@@ -344,7 +344,7 @@ def test_sidecars_of_one_folder_pull_once_and_tell_each_its_own_engine(root, int
         assert engine.versions == [1, 2, 3, 4, 5, 6]
 
 
-def test_nobody_pulls_while_an_engine_loads(root, into, publisher, gate: Gate, caplog, monkeypatch):
+def test_nobody_pulls_while_an_engine_loads(root, into, publisher, gate, caplog, monkeypatch):
     monkeypatch.setattr("async_ckpt.core.host.waits._FIRST_SECONDS", 0.1)
     publish(publisher, 1)
     with SGLangServer() as slow, PlainServer() as other:

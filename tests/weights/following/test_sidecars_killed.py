@@ -91,7 +91,7 @@ def test_a_folder_is_not_changed_while_an_engine_loads_for_a_sidecar_that_was_ki
     assert other.versions == [2]
 
 
-def test_the_folder_of_a_killed_sidecar_is_free_when_the_load_would_be_over(root, into, publisher, start, gate: Gate):
+def test_the_folder_of_a_killed_sidecar_is_free_when_the_load_would_be_over(root, into, publisher, start, gate):
     publish(publisher, 1)
     with SGLangServer() as engine, PlainServer() as other:
         engine.between = gate.passed
@@ -118,7 +118,7 @@ def test_sigterm_ends_it_at_once_between_versions(publisher, start, tmp_path):
     assert status_in(tmp_path / "status.json")["weight_version"] == 1
 
 
-def test_sigterm_during_a_load_waits_for_the_answer_and_remembers_it(publisher, start, gate: Gate):
+def test_sigterm_during_a_load_waits_for_the_answer_and_remembers_it(publisher, start, gate):
     publish(publisher, 1)
     with SGLangServer() as engine:
         engine.between = gate.passed

@@ -78,9 +78,7 @@ MADE = [(2, "fsdp()", 37), (4, "hsdp(2)", 37), (4, "fsdp_tp(2)", 14), (1, "fsdp(
 
 
 @pytest.mark.parametrize(("size", "make", "width"), some(MADE, 2))
-def test_a_module_and_a_folder_get_every_version_from_the_memory_of_all_ranks(
-    worlds: Worlds, tmp_path: Path, size: int, make: str, width: int
-):
+def test_a_module_and_a_folder_get_every_version_from_the_memory_of_all_ranks(worlds, tmp_path, size, make, width):
     given = make if width in (37, 14) else make.replace("()", f"(width={width})")
     world = start(worlds, size, BEGIN, LENDS, make=given, versions=[1, 2, 3, 4])
     model = with_steps(network(width))
@@ -111,7 +109,7 @@ training.close()
 """
 
 
-def test_a_version_is_there_before_it_is_durable_and_counts_once(worlds: Worlds, root: Path):
+def test_a_version_is_there_before_it_is_durable_and_counts_once(worlds, root):
     world = start(worlds, 2, BEGIN, HOLDS, held=1, versions=[1])
     with Subscriber(root) as subscriber, Publisher(root) as other:
         wait_until_lent(world, 1)
@@ -137,9 +135,7 @@ training.close()
 """
 
 
-def test_a_folder_has_the_config_of_rank_0_and_the_root_may_be_a_bucket(
-    worlds: Worlds, s3, bucket: str, tmp_path: Path
-):
+def test_a_folder_has_the_config_of_rank_0_and_the_root_may_be_a_bucket(worlds, s3, bucket, tmp_path):
     place = Place(f"s3://{bucket}/weights", options=s3.options)
     worlds.root.parent.mkdir(exist_ok=True, parents=True)
     world = start(
@@ -151,7 +147,7 @@ def test_a_folder_has_the_config_of_rank_0_and_the_root_may_be_a_bucket(
     over(world)
 
 
-def test_the_sidecar_takes_a_version_before_it_is_durable_and_tells_it_once(worlds: Worlds, root: Path, tmp_path: Path):
+def test_the_sidecar_takes_a_version_before_it_is_durable_and_tells_it_once(worlds, root, tmp_path):
     world = start(worlds, 2, BEGIN, HOLDS, held=1, versions=[1])
     wait_until_lent(world, 1)
     told = []
@@ -192,9 +188,7 @@ training.close()
 """
 
 
-def test_while_one_rank_is_behind_readers_neither_go_back_nor_mix_and_a_pull_waits_for_it(
-    worlds: Worlds, root: Path, monkeypatch
-):
+def test_while_one_rank_is_behind_readers_neither_go_back_nor_mix_and_a_pull_waits_for_it(worlds, root, monkeypatch):
     world = start(worlds, 2, BEGIN, BEHIND)
     with Subscriber(root) as subscriber, Subscriber(root) as late:
         seen = subscriber.watch(poll_seconds=0.01)
@@ -249,9 +243,7 @@ MemoryOffer.offer = without_one
 
 
 @pytest.mark.parametrize("why", UNUSABLE)
-def test_if_one_rank_lends_nothing_of_use_the_version_comes_from_the_root(
-    worlds: Worlds, root: Path, tmp_path: Path, monkeypatch, why: str
-):
+def test_if_one_rank_lends_nothing_of_use_the_version_comes_from_the_root(worlds, root, tmp_path, monkeypatch, why):
     monkeypatch.setattr(borrow, "AGREEMENT_SECONDS", 0.05)
     imports = """
 import dataclasses, errno, os
@@ -289,7 +281,7 @@ training.close()
 """
 
 
-def test_a_slice_and_a_table_that_are_damaged_are_taken_from_the_root(worlds: Worlds, root: Path, caplog):
+def test_a_slice_and_a_table_that_are_damaged_are_taken_from_the_root(worlds, root, caplog):
     world = start(worlds, 2, BEGIN, DAMAGES)
     with Subscriber(root) as subscriber:
         for word in ("damaged-0", "damaged-1"):
@@ -324,9 +316,7 @@ training.close()
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_ranks_that_publish_a_number_again_are_never_mixed_and_wait_for_each_other(
-    worlds: Worlds, root: Path, monkeypatch, is_local: bool
-):
+def test_ranks_that_publish_a_number_again_are_never_mixed_and_wait_for_each_other(worlds, root, monkeypatch, is_local):
     monkeypatch.setattr(borrow, "AGREEMENT_SECONDS", 0.05)
     world = start(worlds, 2, BEGIN, AGAIN, options=f"local={is_local}")
     model = with_steps(network())
@@ -363,7 +353,7 @@ training.publisher.close()
 """
 
 
-def test_a_wait_for_other_ranks_ends_when_the_own_one_fails(worlds: Worlds):
+def test_a_wait_for_other_ranks_ends_when_the_own_one_fails(worlds):
     assert start(worlds, 2, BEGIN, FAILS).ended()[0].told == ["the disk is gone"]
 
 
@@ -385,7 +375,7 @@ training.publisher.close()
 """
 
 
-def test_a_rank_that_fails_to_publish_is_named_to_those_that_wait(worlds: Worlds):
+def test_a_rank_that_fails_to_publish_is_named_to_those_that_wait(worlds):
     (rank_0,), (rank_1,) = (one.told for one in start(worlds, 2, BEGIN, FAILS_ELSEWHERE, options="local=False").ended())
     assert rank_0[0] == 1
     assert "rank 1: StorageUnavailableError: the disk is gone" in rank_0[1]
@@ -421,9 +411,7 @@ training.publisher.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_whatever_is_wrong_in_one_call_the_others_are_told_and_the_next_version_is_that_of_all(
-    worlds: Worlds, rank: int
-):
+def test_whatever_is_wrong_in_one_call_the_others_are_told_and_the_next_version_is_that_of_all(worlds, rank):
     """No model, no number, a config that is not there; and a version that rank 1 has not published."""
     ended = start(worlds, 2, BEGIN, WRONG, rank=rank)
 
@@ -452,7 +440,7 @@ second.close()
 """
 
 
-def test_readers_follow_the_publisher_that_owns_the_root(worlds: Worlds, root: Path):
+def test_readers_follow_the_publisher_that_owns_the_root(worlds, root):
     world = start(worlds, 2, BEGIN, TWICE)
     with Subscriber(root) as subscriber:
         for rank in range(2):
@@ -472,7 +460,7 @@ training.close()
 """
 
 
-def test_a_root_that_is_set_back_shows_the_lower_version_at_once(worlds: Worlds, root: Path):
+def test_a_root_that_is_set_back_shows_the_lower_version_at_once(worlds, root):
     world = start(worlds, 2, BEGIN, SET_BACK)
     with Subscriber(root) as subscriber, Publisher(root) as other:
         seen = subscriber.watch(poll_seconds=0.01)
@@ -499,9 +487,7 @@ training.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_leaves_whole_weights_and_another_number_of_ranks_goes_on(
-    worlds: Worlds, root: Path, rank: int
-):
+def test_a_rank_that_dies_leaves_whole_weights_and_another_number_of_ranks_goes_on(worlds, root, rank):
     world = start(worlds, 2, BEGIN, DIES)
     model = with_steps(network())
     with Subscriber(root) as subscriber:
@@ -541,7 +527,7 @@ print(report.version, report.from_memory, is_version(model.state_dict(), report.
 """
 
 
-def test_readers_that_are_stopped_or_killed_hold_up_no_rank(worlds: Worlds, root: Path, nursery):
+def test_readers_that_are_stopped_or_killed_hold_up_no_rank(worlds, root, nursery):
     world = start(worlds, 2, BEGIN, LENDS, versions=[1, 2, 3, 4, 5])
     wait_until_lent(world, 1)
     stopped = nursery.start(STOPS, root)
@@ -579,7 +565,7 @@ here.tell(memory_of_others())
 """
 
 
-def test_memory_and_descriptors_of_ranks_and_readers_stay_the_same_over_many_versions(worlds: Worlds, root: Path):
+def test_memory_and_descriptors_of_ranks_and_readers_stay_the_same_over_many_versions(worlds, root):
     num = 300 if ALL else 40
     world = start(worlds, 2, BEGIN, COUNTS, num=num, options="keep=2, anchor_every=3")
     model, seen = with_steps(network()), []
@@ -627,7 +613,7 @@ with Subscriber(sys.argv[1]) as subscriber:
 """
 
 
-def test_whoever_is_killed_at_any_moment_the_others_have_whole_versions(worlds: Worlds, root: Path, nursery):
+def test_whoever_is_killed_at_any_moment_the_others_have_whole_versions(worlds, root, nursery):
     """One of two ranks, and two readers, killed at random moments."""
     moments = torch.rand(50, 3, generator=torch.Generator().manual_seed(0)).tolist()
     for number, moment in enumerate(some(moments, 25)):
@@ -648,7 +634,7 @@ def test_whoever_is_killed_at_any_moment_the_others_have_whole_versions(worlds: 
     assert not [name for name in os.listdir("/dev/shm") if "async_ckpt" in name]
 
 
-def test_a_warning_is_logged_by_the_rank_that_lends_nothing(worlds: Worlds, root: Path):
+def test_a_warning_is_logged_by_the_rank_that_lends_nothing(worlds, root):
     script = """
 import logging, os, errno
 lines = []

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from exported import weights_in
-from racing import Gate
-from rank_worlds import Worlds
 from slices import some
 
 from async_ckpt import ClosedError, Place, Publisher, Subscriber
@@ -58,7 +56,7 @@ def assert_newest_is(place: Place, version: int, value: float, into: Path) -> No
 
 @STORES
 def test_a_retention_that_was_overtaken_deletes_nothing_of_the_next_publisher(
-    place, set_back, gate: Gate, monkeypatch, tmp_path
+    place, set_back, gate, monkeypatch, tmp_path
 ):
     with Publisher(place, keep=2, anchor_every=1) as old:
         for version in (1, 2):
@@ -82,7 +80,7 @@ def test_a_retention_that_was_overtaken_deletes_nothing_of_the_next_publisher(
 
 @STORES
 def test_a_version_that_comes_after_the_root_was_taken_is_withdrawn(
-    place, store, set_back, gate: Gate, monkeypatch, tmp_path
+    place, store, set_back, gate, monkeypatch, tmp_path
 ):
     """Between the last look at who owns the root, and the index or the rename that makes the version."""
     owner, name = (ObjectStorage, "put_new") if store else (VersionSeries, "delete_replaced")
@@ -176,9 +174,7 @@ with async_ckpt.Publisher({place}, on_rollback={on_rollback!r}) as publisher:
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 @STORES
 @pytest.mark.parametrize("size", some([None, 1, 3], 2))
-def test_a_world_that_was_overtaken_by_one_of_another_size_publishes_no_version_any_more(
-    worlds: Worlds, place, size: int | None
-):
+def test_a_world_that_was_overtaken_by_one_of_another_size_publishes_no_version_any_more(worlds, place, size):
     """Or by a publisher of a whole model, with None."""
     text = f"Place({place.url!r}, options={dict(place.options or {})})"
     worlds.root.parent.mkdir(exist_ok=True, parents=True)
@@ -245,7 +241,7 @@ def test_one_that_is_killed_right_after_its_late_rename_leaves_no_version(place,
 
 @pytest.mark.parametrize("store", [False], ids=["disk"])
 @pytest.mark.parametrize("versions", [(1,), (1, 2, 3)])
-def test_one_that_is_overtaken_is_told_so_also_at_the_same_number(place, set_back, gate: Gate, monkeypatch, versions):
+def test_one_that_is_overtaken_is_told_so_also_at_the_same_number(place, set_back, gate, monkeypatch, versions):
     real = Publication._rename
     monkeypatch.setattr(Publication, "_rename", lambda self, *rest: (gate.passed(), real(self, *rest))[1])
     with Publisher(place) as old:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from exported import (
     weights_in,
 )
 from published import changed, edit, weights_below
-from rank_worlds import Worlds
 from states import open_run
 
 import async_ckpt
@@ -362,7 +360,7 @@ publisher.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-def test_an_adapter_that_is_spread_over_ranks_is_pulled_as_one(worlds: Worlds, tmp_path: Path):
+def test_an_adapter_that_is_spread_over_ranks_is_pulled_as_one(worlds, tmp_path):
     worlds.run(2, ON_RANKS)
 
     class Network(torch.nn.Module):

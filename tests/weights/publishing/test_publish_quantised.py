@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exported import PeftModel, adapter_of, assert_same, gpt2, state_of, transformers, weights_in
 from quantised import changed_bits, checkpoint, experts, in_fp8, llama, with_experts_apart
-from rank_worlds import Worlds
 
 import async_ckpt
 from async_ckpt import Publisher, StateMismatchError, Subscriber, UnsupportedStateError
@@ -233,7 +231,7 @@ here.meet("published")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-def test_weights_and_scales_that_are_spread_over_ranks_are_pulled_as_whole_ones(worlds: Worlds, tmp_path: Path):
+def test_weights_and_scales_that_are_spread_over_ranks_are_pulled_as_whole_ones(worlds, tmp_path):
     worlds.run(2, ON_RANKS)
     Subscriber(worlds.root).pull(tmp_path / "local")
     wanted: dict[str, Any] = torch.load(f"{worlds.root}.pt")

@@ -91,9 +91,7 @@ MADE = [(3, "fsdp()", 37), (4, "fsdp_tp(2)", 14), (4, "hsdp(2)", 37), (1, "fsdp(
 
 
 @pytest.mark.parametrize(("size", "make", "width"), some(MADE, 2))
-def test_a_subscriber_makes_whole_weights_of_what_each_rank_has_published(
-    worlds: Worlds, tmp_path: Path, size: int, make: str, width: int
-):
+def test_a_subscriber_makes_whole_weights_of_what_each_rank_has_published(worlds, tmp_path, size, make, width):
     told = published(worlds, size, make, tmp_path / "out")
 
     assert [one[2] for one in told] == [[1, 2, 3, 4, 5]] * size
@@ -110,7 +108,7 @@ def test_a_subscriber_makes_whole_weights_of_what_each_rank_has_published(
         assert next(subscriber.watch()) == 5
 
 
-def test_overwritten_positions_and_a_retention_that_keeps_what_is_whole(worlds: Worlds, tmp_path: Path):
+def test_overwritten_positions_and_a_retention_that_keeps_what_is_whole(worlds, tmp_path):
     told = published(worlds, 2, "fsdp()", tmp_path / "out", versions=range(1, 9), encoding="overwrite", keep=1)
 
     assert told[0][2] == told[1][2]
@@ -119,7 +117,7 @@ def test_overwritten_positions_and_a_retention_that_keeps_what_is_whole(worlds: 
     assert_same(weights_in(tmp_path / "local"), full_at(worlds, 8))
 
 
-def test_in_a_store(worlds: Worlds, s3, bucket: str, tmp_path: Path):
+def test_in_a_store(worlds, s3, bucket, tmp_path):
     place = Place(f"s3://{bucket}/weights", options=s3.options)
     published(worlds, 2, "fsdp()", f"Place({place.url!r}, options={s3.options})", versions=[1, 2])
     model = network()
@@ -128,7 +126,7 @@ def test_in_a_store(worlds: Worlds, s3, bucket: str, tmp_path: Path):
     assert_same(dict(model.state_dict()), full_at(worlds, 2))
 
 
-def test_what_one_rank_lacks_or_has_damaged_takes_nothing_away(worlds: Worlds, tmp_path: Path):
+def test_what_one_rank_lacks_or_has_damaged_takes_nothing_away(worlds, tmp_path):
     out = tmp_path / "out"
     published(worlds, 2, "fsdp()", out, versions=[1, 2])
     subscriber = Subscriber(out)
@@ -153,9 +151,7 @@ def test_what_one_rank_lacks_or_has_damaged_takes_nothing_away(worlds: Worlds, t
     assert_same(dict(model.state_dict()), full_at(worlds, 1))
 
 
-def test_ranks_of_two_starts_are_never_mixed_and_what_other_worlds_have_left_goes_in_the_end(
-    worlds: Worlds, tmp_path: Path
-):
+def test_ranks_of_two_starts_are_never_mixed_and_what_other_worlds_have_left_goes_in_the_end(worlds, tmp_path):
     """As after a start that was killed when only one rank had published version 2, and another in which the other did.
 
     The next start publishes it again; then come publishers of a whole model, at the same root.
@@ -201,7 +197,7 @@ publisher.close()
 
 
 @pytest.mark.parametrize("store", [False, True], ids=["disk", "store"])
-def test_a_pull_never_mixes_two_starts(worlds: Worlds, s3, bucket: str, tmp_path: Path, monkeypatch, store: bool):
+def test_a_pull_never_mixes_two_starts(worlds, s3, bucket, tmp_path, monkeypatch, store):
     """Rank 1's version is replaced between the reading of rank 0's slices and of its own."""
     place = Place(f"s3://{bucket}/weights", options=s3.options) if store else Place(str(tmp_path / "out"))
     text = f"Place({place.url!r}, options={s3.options if store else {}})"
@@ -226,7 +222,7 @@ def test_a_pull_never_mixes_two_starts(worlds: Worlds, s3, bucket: str, tmp_path
     assert_same(weights_in(tmp_path / "local"), again)
 
 
-def test_slices_whose_digests_are_not_those_of_one_start_are_refused(worlds: Worlds, tmp_path: Path, monkeypatch):
+def test_slices_whose_digests_are_not_those_of_one_start_are_refused(worlds, tmp_path, monkeypatch):
     """As where a rank's index was exchanged for another one without a trace."""
     out = tmp_path / "out"
     published(worlds, 2, "fsdp()", out, versions=[1, 2])
@@ -247,7 +243,7 @@ def test_slices_whose_digests_are_not_those_of_one_start_are_refused(worlds: Wor
     assert_same(dict(model.state_dict()), before)
 
 
-def test_a_subscriber_that_lives_on_sees_what_ranks_have_published_again(worlds: Worlds, tmp_path: Path):
+def test_a_subscriber_that_lives_on_sees_what_ranks_have_published_again(worlds, tmp_path):
     out = tmp_path / "out"
     published(worlds, 2, "fsdp()", out, versions=[1, 2, 3, 4])
     with Subscriber(out) as subscriber:
@@ -262,9 +258,7 @@ def test_a_subscriber_that_lives_on_sees_what_ranks_have_published_again(worlds:
         assert_same(dict(model.state_dict()), dict(torch.load(f"{worlds.root}-again.pt")))
 
 
-def test_a_version_that_only_rank_0_has_published_again_in_a_root_that_was_emptied_is_not_whole(
-    worlds: Worlds, tmp_path: Path
-):
+def test_a_version_that_only_rank_0_has_published_again_in_a_root_that_was_emptied_is_not_whole(worlds, tmp_path):
     """Seen by a subscriber that has not looked in between, on a disk, where no mark tells of it."""
     out = tmp_path / "out"
     published(worlds, 2, "fsdp()", out, versions=[1, 2])
@@ -279,7 +273,7 @@ def test_a_version_that_only_rank_0_has_published_again_in_a_root_that_was_empti
         assert subscriber.versions() == [1]
 
 
-def test_a_version_that_a_rank_deletes_while_it_is_looked_at_is_not_whole(worlds: Worlds, tmp_path: Path, monkeypatch):
+def test_a_version_that_a_rank_deletes_while_it_is_looked_at_is_not_whole(worlds, tmp_path, monkeypatch):
     out = tmp_path / "out"
     published(worlds, 2, "fsdp()", out, versions=[1, 2])
     existing = LocalStorage.existing
@@ -294,7 +288,7 @@ def test_a_version_that_a_rank_deletes_while_it_is_looked_at_is_not_whole(worlds
     assert Subscriber(out).versions() == [2]
 
 
-def test_a_version_that_one_rank_has_published_alone_is_in_the_way_of_no_whole_model(tmp_path: Path):
+def test_a_version_that_one_rank_has_published_alone_is_in_the_way_of_no_whole_model(tmp_path):
     with Publisher(tmp_path / "out" / "rank_00000_of_00002") as publisher:
         publisher.publish(network(), 5).result()
     with Publisher(tmp_path / "out") as publisher:
@@ -316,7 +310,7 @@ with async_ckpt.Publisher(here.root) as publisher:
 """
 
 
-def test_a_version_that_other_ranks_of_the_same_start_may_still_publish_is_not_published_again(worlds: Worlds):
+def test_a_version_that_other_ranks_of_the_same_start_may_still_publish_is_not_published_again(worlds):
     worlds.root.parent.mkdir(exist_ok=True, parents=True)
     assert worlds.run(2, TWICE)[0].told == [True]
 
@@ -337,9 +331,7 @@ here.meet("published")
 """
 
 
-def test_config_is_that_of_rank_0_and_a_rank_that_lacks_some_weights_leaves_a_gap_that_is_told(
-    worlds: Worlds, tmp_path: Path
-):
+def test_config_is_that_of_rank_0_and_a_rank_that_lacks_some_weights_leaves_a_gap_that_is_told(worlds, tmp_path):
     worlds.run(2, OTHERWISE)
     Subscriber(worlds.root / "config").pull(tmp_path / "local")
     assert (tmp_path / "local" / "config.json").read_text() == '{"rank": 0}'
@@ -408,9 +400,7 @@ here.meet("told")
 """
 
 
-def test_a_module_that_is_spread_in_part_is_refused_before_the_rest_is_filled_and_one_of_fsdp1(
-    worlds: Worlds,
-):
+def test_a_module_that_is_spread_in_part_is_refused_before_the_rest_is_filled_and_one_of_fsdp1(worlds):
     worlds.root.parent.mkdir(exist_ok=True, parents=True)
     (told, is_same), published, pulled = worlds.run(2, SPREAD_IN_PART)[0].told
 
