@@ -1,13 +1,10 @@
 """A managed run as its user sees it: saving, waiting, failing, closing. Commits are in test_commit.py."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
 import threading
 import time
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,12 +13,10 @@ import torch
 from racing import PATIENCE, Call, Thrown, until
 from scripted_disk import scripted
 from states import MIB, SEGMENT, assert_is_state, leftovers, names_below, open_run, state_at, weight
-from torch.optim.lr_scheduler import StepLR
 
 import async_ckpt
 from async_ckpt import (
     AsyncCheckpointer,
-    CheckpointError,
     ClosedError,
     StorageFullError,
     StorageUnavailableError,
@@ -63,14 +58,6 @@ def test_one_line_of_the_log_tells_of_each_commit(tmp_path, caplog):
 
     assert [record.getMessage() for record in told] == [str(report) for report in reports]
     assert {record.levelname for record in told} == {"INFO"}
-
-
-def test_a_report_cannot_be_changed(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        report = ckpt.save(state_at(1), step=1).result()
-
-    with pytest.raises(AttributeError):
-        report.num_bytes = 0
 
 
 def test_the_keys_of_a_report_are_the_same_for_every_outcome(tmp_path):
@@ -208,13 +195,6 @@ def test_with_skip_a_save_during_another_is_skipped_and_says_so(tmp_path):
         assert shown == [str(report)]
         assert ckpt.metrics()["saves_skipped"] == 1
         assert ckpt.steps() == [1]
-
-
-def test_with_skip_the_next_save_after_the_first_has_ended_is_made(tmp_path):
-    with open_run(tmp_path, on_overlap="skip") as ckpt:
-        ckpt.save(state_at(1), step=1).result()
-        ckpt.wait()
-        assert ckpt.save(state_at(2), step=2).result().status == "committed"
 
 
 def test_a_step_may_be_saved_again_after_it_was_skipped(tmp_path):
@@ -398,7 +378,7 @@ def test_an_exception_in_the_body_is_not_masked_by_a_failed_save(tmp_path):
 # --- errors ----------------------------------------------------------------------------------------------------
 
 
-def test_an_error_nobody_looked_at_is_a_warning_at_the_next_save_which_proceeds(tmp_path):
+def test_an_error_nobody_looked_at_is_a_warning_at_the_next_save_alone_which_proceeds(tmp_path):
     with open_run(tmp_path) as ckpt, scripted(ckpt) as disk:
         disk.fail("write", error=FULL)
         failed = ckpt.save(state_at(1), step=1)
@@ -408,23 +388,9 @@ def test_an_error_nobody_looked_at_is_a_warning_at_the_next_save_which_proceeds(
 
         assert handle.result().status == "committed"
         assert told[0].filename == __file__
-        failed.exception()
-
-
-def test_an_unseen_error_is_warned_of_once(tmp_path):
-    with open_run(tmp_path) as ckpt, scripted(ckpt) as disk:
-        disk.fail("write", error=FULL)
-        failed = ckpt.save(state_at(1), step=1)
-        until(failed.done)
-        with pytest.warns(RuntimeWarning):
-            ckpt.save(state_at(2), step=2).result()
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            ckpt.save(state_at(3), step=3).result()
+        ckpt.save(state_at(3), step=3).result()  # it is said once: a second warning would be an error
         with pytest.raises(StorageFullError):
             ckpt.wait()
-
-    assert told == []
 
 
 def test_wait_raises_the_first_unseen_error_and_mentions_the_others(tmp_path):
@@ -579,11 +545,6 @@ def test_a_root_that_is_a_file_is_refused(tmp_path):
         AsyncCheckpointer(tmp_path / "run")
 
 
-def test_a_url_of_a_place_that_is_not_supported_is_refused():
-    with pytest.raises(ValueError, match="nowhere"):
-        AsyncCheckpointer("nowhere://bucket/run")
-
-
 def test_a_file_url_is_a_path(tmp_path):
     with open_run(f"file://{tmp_path}/with%20space") as ckpt:
         ckpt.save(state_at(1), step=1).result()
@@ -730,12 +691,6 @@ def test_a_restore_waits_until_what_is_being_copied_may_be_overwritten(tmp_path)
         assert bool((ckpt.load(2)["p"] == 2).all())
 
 
-def test_the_errors_of_the_library_have_one_root():
-    leaves = [value for value in vars(async_ckpt).values() if isinstance(value, type) and issubclass(value, Exception)]
-
-    assert all(issubclass(leaf, CheckpointError) for leaf in leaves)
-
-
 def test_every_owner_shows_its_state(tmp_path):
     with open_run(tmp_path) as ckpt, scripted(ckpt) as disk:
         disk.stop("write")
@@ -793,13 +748,6 @@ def test_what_is_no_step_is_refused_without_printing_a_state(tmp_path, wrong):
     with open_run(tmp_path) as ckpt, pytest.raises(ValueError, match=r"save\(state, step\)") as caught:
         ckpt.save({"x": 1}, step=wrong)
     assert len(str(caught.value)) < 200
-
-
-@pytest.mark.parametrize("make", [lambda o: "opt", lambda o: [o, "opt"], lambda o: StepLR(o, 1)])
-def test_a_guard_that_is_no_optimizer_is_refused_by_the_constructor(tmp_path, make):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
-    with pytest.raises(TypeError, match="guard must be a torch optimizer"):
-        AsyncCheckpointer(tmp_path, guard=make(optimizer))
 
 
 @pytest.mark.parametrize("name", ["host_bytes", "segment_bytes", "max_bandwidth"])

@@ -1,7 +1,5 @@
 """The future of a save: for threads, for event loops, for callbacks."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import gc
@@ -235,13 +233,6 @@ def test_wait_staged_times_out_while_the_copy_waits_for_the_disk(tmp_path):
             handle.wait_staged(timeout=0)
         disk.release_all()
         handle.wait_staged(timeout=60)
-
-
-def test_the_names_of_distributed_checkpoint_are_there(held):
-    handle, stop = held
-    handle.staging_completion.result(60)
-    assert handle.upload_completion is handle
-    stop.release()
 
 
 # --- event loops -----------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The guard: what an optimizer waits for, what is copied at once, and what betrays a broken promise."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -347,8 +345,9 @@ def test_an_optimizer_whose_attribute_of_that_name_is_none_is_the_optimizer():
 )
 def test_a_guard_that_is_no_optimizer_is_refused(tmp_path, guard):
     with open_run(tmp_path) as ckpt:
-        with pytest.raises(TypeError, match="guard must be a torch optimizer"):
-            ckpt.save({"p": torch.ones(3)}, step=1, guard=guard)
+        for call in (lambda: ckpt.save({"p": torch.ones(3)}, 1, guard=guard), lambda: open_run(tmp_path, guard=guard)):
+            with pytest.raises(TypeError, match="guard must be a torch optimizer"):
+                call()
         assert ckpt.save({"p": torch.ones(3)}, step=1).result().status == "committed"
 
 
