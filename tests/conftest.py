@@ -1,8 +1,6 @@
 """Fixtures that several test files ask for."""
 # ruff: noqa: E402
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

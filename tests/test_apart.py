@@ -1,7 +1,5 @@
 """Processes that benchmarks begin: what becomes of those that fail."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Arguments that are not valid: each is refused by name where it is given, in plain words."""
 
-from __future__ import annotations
-
 import re
 import tarfile
 from collections.abc import Callable

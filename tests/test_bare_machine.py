@@ -1,7 +1,5 @@
 """A machine with a GPU, which may have torch, xxhash and pytest alone: the tests of the device are found there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

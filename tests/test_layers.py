@@ -1,7 +1,5 @@
 """The walls of the house: who may import whom, and who may start threads or look at the clock."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

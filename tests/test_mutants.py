@@ -1,7 +1,5 @@
 """The mutants of the device code are those of the code as it is, and what is kept of them is theirs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

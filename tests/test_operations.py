@@ -1,7 +1,5 @@
 """The pages for operators: their sizes are those that are allocated, and scripts, manifests, rules and recoveries work as printed."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The contract with users: names, signatures, and a docstring for each."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import inspect

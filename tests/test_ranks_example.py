@@ -1,7 +1,5 @@
 """The example of several ranks, as it is printed: four ranks train, and then two go on."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

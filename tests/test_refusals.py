@@ -1,7 +1,5 @@
 """What docs/trainers.md says is refused: each row of its tables is refused, with this message."""
 
-from __future__ import annotations
-
 import ast
 import re
 import warnings

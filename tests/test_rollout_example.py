@@ -1,7 +1,5 @@
 """The example of a training that is followed: how it reads what a launcher says."""
 
-from __future__ import annotations
-
 import pytest
 
 from examples.train_rollout import rank_and_world

@@ -1,7 +1,5 @@
 """The site of the docs: built without a warning, complete, and readable from a folder without a network."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The supervised loop of examples/, as a process: killed, resumed, refused by its store; no batch twice, none left out."""
 
-from __future__ import annotations
-
 import json
 import signal
 import uuid

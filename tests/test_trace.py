@@ -1,7 +1,5 @@
 """The trace of a run: a file that says what each thread did, whole whenever somebody looks."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

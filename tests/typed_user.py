@@ -1,7 +1,5 @@
 """What a user's script may look like: `make check` has mypy --strict look at it."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,7 +1,5 @@
 """What an experiment tracker is told of a run, and what it costs the training if the tracker fails or hangs."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

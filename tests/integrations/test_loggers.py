@@ -1,7 +1,5 @@
 """The lines of docs/metrics.md by which loggers get `ckpt.metrics()`, each run with the logger itself."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

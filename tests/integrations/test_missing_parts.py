@@ -1,7 +1,5 @@
 """What the checkpoint of a trainer lacks is named before anything is filled: where the trainer itself is not needed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

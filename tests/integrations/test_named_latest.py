@@ -1,7 +1,5 @@
 """The file by which frameworks find their newest checkpoint, however the writers before were killed."""
 
-from __future__ import annotations
-
 import os
 
 from async_ckpt.integrations.common.folders import name_latest

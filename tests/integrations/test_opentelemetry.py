@@ -1,7 +1,5 @@
 """Spans and metrics by OpenTelemetry's real SDK, and nothing without it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any

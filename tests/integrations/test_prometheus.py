@@ -1,7 +1,5 @@
 """The collector for Prometheus, by its real client; the dashboard and the alerts, by Grafana's types and promtool."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The queue of the saves of a trainer."""
 
-from __future__ import annotations
-
 import json
 import os
 

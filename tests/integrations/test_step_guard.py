@@ -1,7 +1,5 @@
 """The guard that trainers find by themselves: what changes a weight waits until the copies are made, whichever method it is."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

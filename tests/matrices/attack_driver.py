@@ -4,8 +4,6 @@ In: attackers, which know their places and try them. Out: a report, and the exit
 attacked, and by what.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 In: a `Report`. Out: `reports/<name>.json`, and the table below the mark of that name. Knows nothing of: what was tried.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -1,7 +1,5 @@
 """A part of the places at which a call fails; `python -m tests.matrices.calls` tries all."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 

@@ -1,7 +1,5 @@
 """Hostile inputs of every parser: all that are kept, and a few hundred that are made from them, others at each commit."""
 
-from __future__ import annotations
-
 from slices import PART
 
 _TRY_ALL = """

@@ -1,7 +1,5 @@
 """The model of the commit of several ranks: what holds in it, that it can fail, and that the library takes the same steps."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

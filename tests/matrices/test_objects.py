@@ -1,7 +1,5 @@
 """A few of the places at which a request to a store fails; `python -m tests.matrices.objects` tries thousands."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

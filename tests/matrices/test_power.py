@@ -1,7 +1,5 @@
 """What a power cut may leave: the model of it, by traces that are right or wrong, and a part of the states of the library's own."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

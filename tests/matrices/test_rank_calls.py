@@ -1,7 +1,5 @@
 """A part of the places at which a call of one of several ranks fails; `python -m tests.matrices.ranks` tries one in four."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 

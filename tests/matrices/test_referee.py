@@ -1,7 +1,5 @@
 """A few of the kills by the referee; `python -m tests.matrices.referee` does all of them."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("ckpt_chaos")

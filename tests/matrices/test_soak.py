@@ -1,7 +1,5 @@
 """A soak of some seconds; `python -m tests.matrices.soak` is the hour."""
 
-from __future__ import annotations
-
 import os
 import random
 

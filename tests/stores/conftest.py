@@ -1,7 +1,5 @@
 """Runs of `faulty`, which are reached through a proxy. They lie in the bucket of the file that asks for them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Forks of a process that uses a store: the child works or is refused at once, and the parent is not harmed."""
 
-from __future__ import annotations
-
 import json
 import sys
 import textwrap

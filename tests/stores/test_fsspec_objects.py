@@ -1,7 +1,5 @@
 """Small objects through fsspec, what writers that died have left, set-up and errors."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Any URL through fsspec: objects appear whole, appended or in parts, and are read as they were."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -1,7 +1,5 @@
 """Object stores: small objects, reading, what dead writers left, bad input and credentials."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

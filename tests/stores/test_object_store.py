@@ -1,7 +1,5 @@
 """Object stores: the memory of a segment is given back when it has been sent and not before, and what fails is sent again."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -1,7 +1,5 @@
 """The RAM disk of another node as the middle place of three: an S3 server there exports it, and nothing else is needed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The first save at a place proves what it needs there; what a client lacks is worked around, or the save is refused."""
 
-from __future__ import annotations
-
 import http.server
 import logging
 import threading

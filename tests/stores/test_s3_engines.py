@@ -1,7 +1,5 @@
 """What both clients of S3 do alike: obstore, and s3fs by fsspec."""
 
-from __future__ import annotations
-
 import pytest
 from buckets import ENGINES
 from fsspec_places import SEGMENT, cut, write

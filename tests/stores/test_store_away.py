@@ -1,7 +1,5 @@
 """A store that is away, loses what it has acknowledged, or is read in trouble; and processes that end meanwhile."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -2,8 +2,6 @@
 success after retries; never a half checkpoint, an open upload, a lost one from before, or a run that cannot go on.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

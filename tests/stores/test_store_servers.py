@@ -4,8 +4,6 @@ SeaweedFS lists by folders; rclone's S3 server and the package sshfs send whole 
 name that exists; Azure and Google have interfaces of their own.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """The life of a run on a store, through the public face: the same for every engine, as on a disk."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

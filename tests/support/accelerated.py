@@ -1,7 +1,5 @@
 """A tiny training by accelerate, of equal losses wherever it runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The accelerator that a test runs on: the simulation under one of its schedules, or a CUDA device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Archives and manifests, taken apart, changed and put together."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator

@@ -2,8 +2,6 @@
 torch and xxhash were installed. It shows that every part runs; its values say nothing.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Buckets of a test's own, runs in them and in memory, and the way to them through a proxy."""
 
-from __future__ import annotations
-
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Host copies on a machine with little memory."""
 
-from __future__ import annotations
-
 from async_ckpt.core.staging import host_copy
 from async_ckpt.core.staging.host_copy import BufferPool
 

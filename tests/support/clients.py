@@ -4,8 +4,6 @@ A client of botocore parses megabytes of JSON, and lists the folders of hundreds
 for http too, takes a hundred authorities.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

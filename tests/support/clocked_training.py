@@ -1,7 +1,5 @@
 """A training on a clock of its own, which asks a policy after each step. Time is a number that the tests move."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any

@@ -1,7 +1,5 @@
 """A data set whose every item is drawn behind a garbage collection, in whichever process draws it."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any

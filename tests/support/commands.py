@@ -1,7 +1,5 @@
 """The command `async-ckpt`, run in this process, in one of its own, or in a terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

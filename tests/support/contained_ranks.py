@@ -1,7 +1,5 @@
 """Trainings whose optimizer has a state dict of its own, for tests on real ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Optimizers with state dicts of their own: containers of several, flat and nested by names, and some that override one method alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

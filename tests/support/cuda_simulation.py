@@ -4,8 +4,6 @@
 preloaded there, so that the process's own names are the runtime's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

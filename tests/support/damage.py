@@ -1,7 +1,5 @@
 """An archive to damage, what is put in it, and how it is refused."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """What tests of the plug-ins for torch.distributed.checkpoint save, load and compare."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

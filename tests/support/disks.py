@@ -1,7 +1,5 @@
 """Disks of a test's own: file systems that are mounted for it, and whole objects on them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -3,8 +3,6 @@ the others. With `--write-durations` a run writes down what its files have taken
 tests as take a few seconds, others with each commit, and leaves out the frameworks.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Small models and adapters to export, and what is read back of them."""
 
-from __future__ import annotations
-
 import copy
 import enum
 import os

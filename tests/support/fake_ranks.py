@@ -1,7 +1,5 @@
 """Any rank of any world in one process: torch's `fake` backend, whose collectives do nothing."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

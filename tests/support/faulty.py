@@ -1,7 +1,5 @@
 """A run that is reached through a proxy, and what it says when that misbehaves."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Trees of files: written and read on a disk, in a bucket and in fsspec's memory."""
 
-from __future__ import annotations
-
 import random
 import uuid
 from dataclasses import replace

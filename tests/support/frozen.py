@@ -1,7 +1,5 @@
 """Trainings of which a part is frozen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Places that fsspec reaches: a memory, a folder, a bucket."""
 
-from __future__ import annotations
-
 import itertools
 
 import s3fs

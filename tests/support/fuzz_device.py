@@ -4,8 +4,6 @@
 scenario is a function of its seed but for the order in which threads come.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import shutil

@@ -4,8 +4,6 @@
 of two indices. `tests/weights/publishing/test_versions_that_lie.py` tries some of both. A scenario is a function of its number.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -6,8 +6,6 @@ answers; it ends with standard input. Knows nothing of: async_ckpt.
 obstore speaks XML, and gcsfs JSON. Each XML request becomes a JSON one; the parts of an upload wait here.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

@@ -1,7 +1,5 @@
 """Processes that share a store, one request at a time, in an order that a test chooses. They are threads of the test."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Weights whose every bit says of which version they are, for processes that lend versions and borrow them."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

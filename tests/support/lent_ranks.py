@@ -1,7 +1,5 @@
 """Ranks that lend the slices of a model whose every bit says of which version it is, and the models that readers fill."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Segments on loan to a sink, in memory that is wiped when it is given back; a store behind a proxy."""
 
-from __future__ import annotations
-
 import random
 import threading
 

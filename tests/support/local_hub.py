@@ -1,7 +1,5 @@
 """A hub on this machine: as much of its protocol as pushes take."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

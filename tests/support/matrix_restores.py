@@ -6,8 +6,6 @@ layouts into each other, which takes hours, or with `--sources 40 --targets 40` 
 One process stands at one rank after the other, by torch's `fake` backend.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import random

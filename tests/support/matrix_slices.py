@@ -6,8 +6,6 @@ rectangle is right when its elements are numbered as its offsets say. Over all r
 written once. One process stands at one rank after the other, by torch's `fake` backend.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

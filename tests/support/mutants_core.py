@@ -8,8 +8,6 @@ A mutant turns a comparison or a condition round, moves a number by one, leaves 
 survivor is worth a look, and no more than that.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import copy

@@ -7,8 +7,6 @@ exactly once. `--only word` runs those whose description has the word.
 The test that is known to notice a mutant is run first; if it passes, all device tests are.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

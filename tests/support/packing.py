@@ -1,7 +1,5 @@
 """Packs that have ended, and what they have left."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

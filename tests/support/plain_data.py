@@ -1,7 +1,5 @@
 """Values and arrays that are plain data, and the way of a state into an archive and back."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections import deque

@@ -1,7 +1,5 @@
 """Threads of a test: calls that wait, gates where they wait, and what is waited for instead of sleeping."""
 
-from __future__ import annotations
-
 import faulthandler
 import re
 import tempfile

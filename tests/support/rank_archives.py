@@ -1,7 +1,5 @@
 """The archives of all ranks of a step, written by one process that stands at one rank after the other."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

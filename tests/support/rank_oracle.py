@@ -1,7 +1,5 @@
 """What several ranks have saved, read by the plainest means: every slice is put where it says that it belongs."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any

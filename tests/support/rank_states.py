@@ -1,7 +1,5 @@
 """States of several ranks, made by torch's own parallelisms, and what they are as full tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

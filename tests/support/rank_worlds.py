@@ -4,8 +4,6 @@ Above is what a test has; below is `Here`, by which a rank's script tells the te
 are forked from the warm one of `children`, and meet by a TCPStore that the test holds, as torchrun's agent does.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

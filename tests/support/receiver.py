@@ -5,8 +5,6 @@ keeps a marker of the version that was applied, begins with the newest full vers
 deltas in place in the order of their numbers, compares every tensor that it has changed with its checksum, and refuses gaps.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What other trainers call with the states of their generators, written out, and the keys of each."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

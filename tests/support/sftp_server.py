@@ -4,8 +4,6 @@ In: a folder, the file of its host key. Out: its port, one line on standard outp
 Knows nothing of: async_ckpt.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -4,8 +4,6 @@ Which part it is changes with the commit, so that many commits together have tri
 ASYNC_CKPT_PART=number tries the same part again.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import zlib

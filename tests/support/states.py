@@ -1,7 +1,5 @@
 """States that are a function of their step, runs that hold them, and how two of them differ, bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -5,8 +5,6 @@ In: nothing. Out: places on them, which are made empty. Knows nothing of: what i
 `make test-stores` installs what they need.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

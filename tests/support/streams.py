@@ -4,8 +4,6 @@ By the description of its protocol: version 0 is the engine's own model, which i
 against the one before, and its index is written last. A training that begins again begins with version 1, in an empty folder.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping

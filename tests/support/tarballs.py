@@ -1,7 +1,5 @@
 """Folders to pack, and tars of any kind to unpack."""
 
-from __future__ import annotations
-
 import io
 import os
 import random

@@ -1,7 +1,5 @@
 """Runs that experiment trackers are told of, and a tracker that keeps what it is told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit

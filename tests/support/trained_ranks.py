@@ -1,7 +1,5 @@
 """Models and optimizers that any rank of any world has, and values of its own, each a function of its seed or its rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

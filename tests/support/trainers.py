@@ -1,7 +1,5 @@
 """Tiny trainings by the Trainer of Transformers, of equal losses wherever they run."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ In: a training of `deepspeed_runs`, `titan_trainers`, `verl_runs` or `skyrl_runs
 and digests of tensors, by name. Knows nothing of: async_ckpt.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Functions to wrap, what they have written, and that nothing else is left."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from pathlib import Path

@@ -3,8 +3,6 @@
 In: a step. Out: modules, optimizers and plain values. Knows nothing of: async_ckpt, but for its `RngState`.
 """
 
-from __future__ import annotations
-
 from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import PurePosixPath

@@ -6,8 +6,6 @@ In: nothing. Out: FOLDER/<name>.tar.gz for each kind, a tar of the folder that t
 made by commit 7c58eda of 2026-11-27. Knows nothing of: what is compared afterwards.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

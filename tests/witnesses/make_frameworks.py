@@ -8,8 +8,6 @@ commit 47276036 of 2026-11-28, with this module, `make.py`, and the trainings of
 nothing of: what is compared afterwards.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

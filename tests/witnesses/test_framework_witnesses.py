@@ -3,8 +3,6 @@
 Trainings that go on from them are in `tests/frameworks`, for they need an environment of their own.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple

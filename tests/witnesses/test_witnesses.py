@@ -4,8 +4,6 @@ The folders lie packed beside this file; `make.py` says how each was made, and `
 Those of frameworks that need an environment of their own are tried beside the other tests of the framework.
 """
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which accelerator is asked, by which names; and what becomes of tensors on one that cannot copy beside the training."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Iterator

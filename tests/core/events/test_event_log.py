@@ -1,7 +1,5 @@
 """The bounded log of a run's events: nothing that happens to it is an error of a save, and anything may be in it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

@@ -1,7 +1,5 @@
 """How the time of a run was spent, by the events of its history."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Everyone's tools open the archive: GNU tar, bsdtar, Python's tarfile, and safetensors on what comes out of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Archives compressed on their way: saved, read by any reader of zstd, and loaded by ranges."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import itertools

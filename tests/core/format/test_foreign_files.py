@@ -1,7 +1,5 @@
 """Files of other programs are told by their first bytes, and damage is taken for none of them."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

@@ -1,7 +1,5 @@
 """The archive as bytes: every byte has one owner, everything is aligned, and what is written reads back the same."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

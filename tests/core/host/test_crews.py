@@ -1,7 +1,5 @@
 """Crews of threads that are stopped while tasks come: every task runs."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from typing import Any

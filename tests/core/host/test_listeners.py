@@ -1,7 +1,5 @@
 """Operations, told to listeners: all of them, each once, and no listener costs a save anything."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """The segment pool and the crews: bounded, in order, and never in anybody's way."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

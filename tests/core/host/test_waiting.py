@@ -1,7 +1,5 @@
 """Signs of life: whoever waits is told for what. Time is a number that the tests move; a wait wakes five times a second."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -1,7 +1,5 @@
 """Memory that is warm: what a restore reads through, and what it leaves for the first save."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Damaged, truncated and foreign archives, and runs with damaged steps: always a CheckpointError, never wrong data."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -5,8 +5,6 @@ The lies that are drawn at random are few, and others with each commit (see `sli
     ASYNC_CKPT_FUZZ=200000 python -m pytest tests/core/loading/test_corrupt_*.py -k at_random -o faulthandler_timeout=0
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

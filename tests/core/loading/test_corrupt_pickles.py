@@ -1,7 +1,5 @@
 """Pickles in an archive that would run code, take much memory or are broken: always a CheckpointError, and none of it done."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Loads to a device: what they page-lock, and what crosses the bus."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

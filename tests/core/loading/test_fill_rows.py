@@ -1,7 +1,5 @@
 """Rows of any length, between any places in memory, are copied as they are, and nothing beside them."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The history of a run as users read it: what happened there, whatever has happened to the run since."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

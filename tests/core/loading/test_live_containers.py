@@ -1,7 +1,5 @@
 """Live containers are filled where they are: whoever holds one, such as the loop that adds to it, has what was saved."""
 
-from __future__ import annotations
-
 import argparse
 import array
 import dataclasses

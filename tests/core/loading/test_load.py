@@ -1,7 +1,5 @@
 """Loading: the whole or a part, from a file, a step or a run; copied, or mapped."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Safetensors files of any program, folders of Hugging Face and extracted archives load like archives."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A data loader that would go on in another order than it was saved in is told by name, before anything is filled."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What several ranks have saved, loaded as one state: full tensors, bit for bit, and nobody's value taken for another's."""
 
-from __future__ import annotations
-
 import time
 import tracemalloc
 from collections.abc import Sequence

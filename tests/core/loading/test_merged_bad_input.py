@@ -1,7 +1,5 @@
 """What a restore of many ranks' state refuses, each in words that say what to do; and what of an optimizer is not there."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Archives of several ranks of which one lies, in thousands of ways that nobody thought of."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict, deque
 from random import Random

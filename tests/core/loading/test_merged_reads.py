@@ -1,7 +1,5 @@
 """Of the archives of many ranks a reader opens those that have what it wants, and reads little else of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

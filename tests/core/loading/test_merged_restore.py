@@ -1,7 +1,5 @@
 """What several ranks have saved, restored in place: each rank reads what it holds, in the layout that is live now."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """The HTML that notebooks show of reports, handles, histories and checkpoints: whole, and safe whatever a name says."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 

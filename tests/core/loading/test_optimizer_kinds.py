@@ -1,7 +1,5 @@
 """An optimizer takes the state of its own kind, after which training goes on as if nothing had been, and refuses others."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

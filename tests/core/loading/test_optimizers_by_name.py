@@ -1,7 +1,5 @@
 """Optimizers that torch.distributed.checkpoint has saved: by the names of parameters, and without what is empty."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A restore, and all that reads, sees what this checkpointer has been given to save; `steps` says what is committed by now."""
 
-from __future__ import annotations
-
 import asyncio
 import warnings
 from collections.abc import Callable, Iterator

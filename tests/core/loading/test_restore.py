@@ -1,7 +1,5 @@
 """Restoring in place: the same memory, the same values, all or nothing, from the step that is meant."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple

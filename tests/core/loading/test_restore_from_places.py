@@ -1,7 +1,5 @@
 """A step that lies at several places is read block by block: each from the first place where it is sound."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

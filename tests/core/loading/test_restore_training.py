@@ -1,7 +1,5 @@
 """Restoring modules and optimizers in place; and training goes on as if nothing had been."""
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`verify` reads every byte of an archive, a step or a run, and says what is sound or names what is not."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

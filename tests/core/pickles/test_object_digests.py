@@ -1,7 +1,5 @@
 """Pickled objects that are the same have one digest, whatever their pickles are like."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import fractions

@@ -1,7 +1,5 @@
 """The machine of pickles reads every instruction as Python does, and takes no longer than a program's bytes justify."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import pickletools

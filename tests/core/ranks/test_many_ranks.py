@@ -1,7 +1,5 @@
 """What a save costs where there are many ranks: two of them are real, and what others do at the store is simulated."""
 
-from __future__ import annotations
-
 import json
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """Optimizers with state dicts of their own on real ranks: under FSDP2, over tensor parallelism, and in stages of a pipeline."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """On several ranks a restore sees the saves that are under way, too: rank 0 names a step when its own are decided."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Which rank of how many a process is: by its process group, by its user's word, or alone whatever its launcher has set."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 

@@ -1,7 +1,5 @@
 """What one rank alone does, or has, or is late with: the others hear of it, and all go on together."""
 
-from __future__ import annotations
-
 import json
 import sys
 

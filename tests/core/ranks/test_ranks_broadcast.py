@@ -1,7 +1,5 @@
 """`restore(…, broadcast=group)`: ranks that hold the same read it once, together."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

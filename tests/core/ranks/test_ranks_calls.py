@@ -1,7 +1,5 @@
 """What a training calls, on several ranks: `save` with all its options, `close`, and nothing of torch.distributed for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Ranks whose states or calls do not fit together: each of them is told what is wrong, by name; or it is what pipelines do."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """A rank is killed in the middle of a save: the step is whole or not there, and no two ranks are told opposite things."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Experts that each rank has a part of, as plain tensors: declared, they go on with another number of ranks."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

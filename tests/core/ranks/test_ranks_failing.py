@@ -1,7 +1,5 @@
 """A rank cannot do its part of a save, or not in time: all of them learn why, and the next save is none the worse."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

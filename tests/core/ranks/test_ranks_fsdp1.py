@@ -1,7 +1,5 @@
 """FSDP1 on real ranks: its sharded state dicts are saved, loaded as full tensors, and restored by its own `load_state_dict`."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

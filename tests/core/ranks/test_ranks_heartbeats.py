@@ -1,7 +1,5 @@
 """Heartbeats of life: a rank that has ended is named at once, one that is silent when it has been so for long, and no other."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

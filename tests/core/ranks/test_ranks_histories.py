@@ -1,7 +1,5 @@
 """Histories and generators that each rank has for itself: `restore` fills them on the rank that saved them."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

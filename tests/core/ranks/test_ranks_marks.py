@@ -1,7 +1,5 @@
 """Marks where several ranks save: rank 0 puts and reads them, and the values of each rank are checked."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

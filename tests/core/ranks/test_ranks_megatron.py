@@ -1,7 +1,5 @@
 """Megatron's ShardedTensors in the states of several ranks: saved by their keys, wherever they lie."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Four ranks with a RAM disk in front of a disk, killed at any moment: what a rank was told is there at the next start."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import time

@@ -1,7 +1,5 @@
 """Ranks that hold other names than they have saved: whatever is in the checkpoint is found, and nothing is passed over."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

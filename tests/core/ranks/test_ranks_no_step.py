@@ -1,7 +1,5 @@
 """`save` with something that is no step, on some ranks: the others learn it within seconds, and stay together."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 A node is simulated by a folder that some ranks have and others do not.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tarfile

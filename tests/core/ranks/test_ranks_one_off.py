@@ -1,7 +1,5 @@
 """One-off saves of states that are spread over ranks: a folder with an archive of each rank, committed together."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Random plans of right, wrong, missed and repeated calls of ranks: nobody contradicts another, and the next call works."""
 
-from __future__ import annotations
-
 import random
 import sys
 

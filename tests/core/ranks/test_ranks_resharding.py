@@ -1,7 +1,5 @@
 """What real ranks have saved, restored by others: a model and its AdamW in another layout, and steps that not all can read."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

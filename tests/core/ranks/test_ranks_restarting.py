@@ -1,7 +1,5 @@
 """Ranks that are started again hear nothing of the start before, and write nothing that was written then."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from concurrent.futures import wait

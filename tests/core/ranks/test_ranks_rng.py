@@ -1,7 +1,5 @@
 """Random states in a world of another size: each rank takes those of its number modulo the saved world, and that is said once."""
 
-from __future__ import annotations
-
 import pytest
 
 _SAVES = """

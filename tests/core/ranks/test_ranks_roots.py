@@ -1,7 +1,5 @@
 """Where several ranks save: shared folders, stores, several roots; and roots that only look shared, or that others use too."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Several ranks save one state together: real processes with gloo, and torch's own word for what the full tensors are."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

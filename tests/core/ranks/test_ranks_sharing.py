@@ -1,7 +1,5 @@
 """What ranks have that others have not - ties, groups of their own - and what is left to whom because of that."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -2,8 +2,6 @@
 and no rank is told otherwise.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A snapshot on ranks: one copy of each rank's shards, of which a checkpoint, an export and a version are made."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A restore takes the state dict of each of the user's objects once, on every rank, whatever is committed: it may be a collective."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 

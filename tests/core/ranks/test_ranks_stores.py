@@ -1,7 +1,5 @@
 """Ranks without a process group that bring a store of torch.distributed: they agree by it as those of a group do."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Frozen parameters are taken over on ranks, too: each rank decides about its own archive, and any world reads it."""
 
-from __future__ import annotations
-
 import sys
 from textwrap import dedent
 

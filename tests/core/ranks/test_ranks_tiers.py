@@ -1,7 +1,5 @@
 """Several ranks, and a run at several places: rank 0 chooses the place of a save, and copies; all know what has arrived."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Wrapped tensors on real ranks: as the local tensor of a DTensor, and as a value that all ranks have alike."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What makes a checkpoint true: one writer wins, readers see all or nothing, old steps go when they may."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """What a commit asks a store does not grow with the steps that are kept; a new process pays for knowing them once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from states import assert_is_state, everywhere, journaled_steps, open_run, state_at

@@ -1,7 +1,5 @@
 """Files of a run whose digests are right and whose fields are of other types: every reader works, or raises a CheckpointError."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

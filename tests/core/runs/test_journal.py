@@ -1,7 +1,5 @@
 """`checkpoints.jsonl` as tinker-cookbook reads it: which batch comes next, and where the state is, also in a run that moved."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What other programs find in a run: trackers, the folders of steps, the journal, and what a save says of itself."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass, field, replace

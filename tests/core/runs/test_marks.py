@@ -1,7 +1,5 @@
 """Marks of steps: what a restart, retention and the best step make of them, where they lie, and how long they last."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """A run's folder that holds steps of another naming, or what another program has written: it must not look empty."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

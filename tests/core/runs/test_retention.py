@@ -1,7 +1,5 @@
 """Which steps go, and that no other does: the rules as data, and a run on a disk that obeys them."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

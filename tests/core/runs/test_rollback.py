@@ -1,7 +1,5 @@
 """A rollback is one commit: the steps that leave the run are out with the manifest, whatever becomes of the cleaning up."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

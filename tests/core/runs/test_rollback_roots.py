@@ -2,8 +2,6 @@
 after it, and never a mixture; and so has each root alone.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

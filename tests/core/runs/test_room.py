@@ -1,7 +1,5 @@
 """Retention by bytes, and by the free space of a disk: which steps make room, when, and that no other goes."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import sys

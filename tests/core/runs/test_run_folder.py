@@ -1,7 +1,5 @@
 """The folder of a run: what lies where, tracker and journal, and what a reader makes of it, damaged or not."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

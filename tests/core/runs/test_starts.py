@@ -1,7 +1,5 @@
 """At most one line of a run goes on: the process that has lost it is told so, and what it commits all the same does not count."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Starts of one run whose requests interleave in any order: at most one line goes on, and what was acknowledged is on it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """What a start has seen: the orders of requests in which a process is overtaken, each forced by letting it go on to one request."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

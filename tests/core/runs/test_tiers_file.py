@@ -1,7 +1,5 @@
 """`tiers.json`: what it tells of the places of a run, and what it keeps to itself."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Keep(whole_folder=True): what a trainer has written beside our archives goes with the step, and nothing else does."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

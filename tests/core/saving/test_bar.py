@@ -1,7 +1,5 @@
 """`progress=True`: a bar for each save, drawn by the real tqdm; what goes wrong with it harms no save."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """Further places with `compression=`: what is copied there, how it is read, and what damage to it costs."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

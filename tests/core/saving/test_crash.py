@@ -1,7 +1,5 @@
 """A kill at any instruction: what was committed loads, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

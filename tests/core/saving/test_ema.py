@@ -1,7 +1,5 @@
 """`Ema`: which mean of the weights is in an archive, that it goes on after restarts, and that the training pays nothing."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import weakref

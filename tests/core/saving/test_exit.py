@@ -1,7 +1,5 @@
 """The end of the process: whatever ends it, the saves that were begun are decided first, and nothing is half there."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

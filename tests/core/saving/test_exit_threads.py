@@ -1,7 +1,5 @@
 """Pythons that start no thread once they exit, as 3.12.0 and 3.12.1: what is under way then is still saved."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 import threading

@@ -1,7 +1,5 @@
 """The check of a save's values for NaN and Inf: what it finds, what it leaves alone, and what it says."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ctrl-C at some of the lines of `save`; at random ones by the command of `fuzz_interrupts`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The interval between saves by what they cost and how often the training fails. Time is a number that the tests move."""
 
-from __future__ import annotations
-
 import math
 import signal
 from typing import Any

@@ -1,7 +1,5 @@
 """When a save is due. Time is a number that the tests move."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Signals that ask a process to leave: real ones, in processes of their own."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """`unchanged="auto"`: frozen parameters are taken over from the commit that has them, and every step loads bit for bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

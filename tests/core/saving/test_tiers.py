@@ -1,7 +1,5 @@
 """One run at several places: which of them takes a save, how the others follow, and what is read from where."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import shutil

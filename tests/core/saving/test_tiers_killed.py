@@ -1,7 +1,5 @@
 """A training that is killed at any moment, with a RAM disk in front of a disk: what its handles said is there."""
 
-from __future__ import annotations
-
 import random
 import signal
 import sys

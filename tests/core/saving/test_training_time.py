@@ -1,7 +1,5 @@
 """The time of a process by what it went to, and what the history is told of a training between two saves."""
 
-from __future__ import annotations
-
 import signal
 from concurrent.futures import Future
 

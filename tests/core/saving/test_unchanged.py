@@ -1,7 +1,5 @@
 """Groups that are said to be unchanged are not written again, and parts of a state may be saved alone."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """What a report says of groups that have not changed since the commit before: a training that stands still."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from typing import Any

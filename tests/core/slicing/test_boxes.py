@@ -1,7 +1,5 @@
 """Which rectangles of a tensor are read from where, against arithmetic done element by element."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import pairwise

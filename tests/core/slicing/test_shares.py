@@ -1,7 +1,5 @@
 """Who writes what of tensors that several ranks hold alike: each element once, and everybody about the same."""
 
-from __future__ import annotations
-
 import functools
 import random
 

@@ -1,7 +1,5 @@
 """What a rank holds of a tensor, said by arithmetic: every way in which torch cuts, and what is refused by name."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

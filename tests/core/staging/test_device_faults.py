@@ -1,7 +1,5 @@
 """What a device may do to a save: refuse memory or pinning, break, object to waiting. Nothing torn is ever committed."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

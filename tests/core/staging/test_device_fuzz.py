@@ -1,7 +1,5 @@
 """Some of the scenarios of `fuzz_device`; all of them by its command."""
 
-from __future__ import annotations
-
 import pytest
 from fuzz_device import run
 from slices import PART

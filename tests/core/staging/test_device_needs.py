@@ -1,7 +1,5 @@
 """What a save needs of a device beside its copies: memory, page-locked memory, kernels, room in the launch queue."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """How many operations a save enqueues before it returns: each costs the training's thread."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from racing import Gate

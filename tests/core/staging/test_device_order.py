@@ -3,8 +3,6 @@
 With one wait left out, by a mutant of `mutants_device`, a scenario loads wrong bytes, fails, or races.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

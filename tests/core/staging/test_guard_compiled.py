@@ -1,7 +1,5 @@
 """The guard under `torch.compile(optimizer.step)`: its hook is not part of what is compiled, and never a reason to compile again."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 

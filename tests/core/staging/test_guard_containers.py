@@ -1,7 +1,5 @@
 """The guard of optimizers that consist of others: whichever of them is stepped, it waits for the copy."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 Copies are made where a test says so: on this thread, by `Staged.copy`, and tests act between two segments.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import itertools

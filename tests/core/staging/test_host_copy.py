@@ -1,7 +1,5 @@
 """Whole tensors on the host: the copies are the tensors of one instant, and their memory is used again."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """The held snapshot: one copy of one instant for a checkpoint, an export and whatever else reads it."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import enum

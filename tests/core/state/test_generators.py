@@ -1,7 +1,5 @@
 """Random generators in a state: stored without a pickle, and set where they are, so that whoever holds one goes on."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import json

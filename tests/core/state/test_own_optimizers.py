@@ -1,7 +1,5 @@
 """Optimizers whose state_dict and load_state_dict are their own get back what they gave, or what is the same in their own form."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Items of a list that several ranks have: each saves those that it was given, and together they are the list."""
 
-from __future__ import annotations
-
 import pytest
 
 from async_ckpt.core.state.per_rank import ListItems, nested

@@ -1,7 +1,5 @@
 """Enums, dataclasses and other plain values: what comes back of them, with and without their classes, and into live ones."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import sys

@@ -1,7 +1,5 @@
 """`RngState`: every generator goes on where it was."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """States of plain data go into an archive and come back: every container, every value, every dtype."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, namedtuple

@@ -1,7 +1,5 @@
 """Models that are wrapped are saved, and restored, under the names of the plain model."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import subprocess

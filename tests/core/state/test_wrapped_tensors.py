@@ -1,7 +1,5 @@
 """Tensors that are made of others: they are stored as their inner tensors, and come back as what they were."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Many objects copied at once: whole or not at all, in a few segments of memory, and never waiting for each other."""
 
-from __future__ import annotations
-
 import random
 import threading
 import uuid

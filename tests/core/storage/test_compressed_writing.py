@@ -1,7 +1,5 @@
 """How what is compressed is written: a table of its frames, segments in any order, to a disk and to a bucket."""
 
-from __future__ import annotations
-
 import os
 import random
 import struct

@@ -1,7 +1,5 @@
 """What the kernel refuses in a save: the right error, or another way; and nothing of it stays longer than until the next save."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -1,7 +1,5 @@
 """What the local disk cannot do is an error that says why, found before a byte is written: no file, no room, no right."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

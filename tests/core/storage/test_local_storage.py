@@ -1,7 +1,5 @@
 """The local disk: whole files or none, under any name, and only the dead swept."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Room in memory: what a RAM disk has is what the machine, or the control group of the process, can spare."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The limit of bandwidth: when writes may begin, and that nobody waits for one that nobody needs."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """A Place: a path or URL with what opens it, wherever a path may be given; and one root's own retention."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import uuid

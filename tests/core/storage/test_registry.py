@@ -1,7 +1,5 @@
 """A user's own storage, which a Place takes by its scheme."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

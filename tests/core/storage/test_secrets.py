@@ -1,7 +1,5 @@
 """What a URL may hold besides an address - a password, a token - is read by nobody, whatever is called with it."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import threading

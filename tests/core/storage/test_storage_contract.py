@@ -1,7 +1,5 @@
 """Every storage that comes with the library keeps the contract: against a real server, where it speaks to one."""
 
-from __future__ import annotations
-
 import shutil
 import uuid
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Which storage a path or URL belongs to, and how it is shown."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

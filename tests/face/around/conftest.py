@@ -1,7 +1,5 @@
 """Where tests write to, and what they write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The tensors in somebody's arguments, and a copy of the arguments that shares nothing that changes."""
 
-from __future__ import annotations
-
 import array
 import collections
 import copyreg

@@ -1,7 +1,5 @@
 """`export_hf`: what transformers loads, what lies beside it, and what PEFT would have written of an adapter."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """An export is whole at every moment: over what is there, on disks and stores that fail, and when its process ends."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """`export_hf` of a model that is spread over ranks: the folder is that of the whole model, and no rank waits for another."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`merge`: what many ranks have saved as one archive, which loads as the step does, bit for bit."""
 
-from __future__ import annotations
-
 import tarfile
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What lies in a folder when the handle of a save is done: what was saved, and nothing that goes later."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`pack` and `pack_folder`: when the archive of a folder is made and where, and that it is there whole or not at all."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """What a packed folder becomes: one tar that every reader knows, or an error that names what cannot be packed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """Files of `torch.save` that this library writes: a disk that refuses them is named, and what to do."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Any tar comes back as a folder, where it is wanted and from wherever it lies."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import gzip

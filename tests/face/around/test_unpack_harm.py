@@ -1,7 +1,5 @@
 """No tar does harm: what is hostile, too large or broken is a CheckpointError and leaves nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import os

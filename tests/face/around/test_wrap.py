@@ -1,7 +1,5 @@
 """`wrap`: what a function writes in the background is what it would have written at once, of one instant."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Wrapped functions at the end of their process: what was begun is ended first, and nothing is half there."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Where a wrapped function writes to: files and folders of this disk, and stores. All of it appears there, or nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint with our writer and reader, in one process; after PyTorch's own tests of its own."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc

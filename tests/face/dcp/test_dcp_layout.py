@@ -1,7 +1,5 @@
 """The layout that `TarStorageWriter` writes: readers open only the archives that have what they read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

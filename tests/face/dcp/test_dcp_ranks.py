@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint with our writer and reader, on real ranks with gloo."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 from pathlib import Path

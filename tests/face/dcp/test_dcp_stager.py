@@ -1,7 +1,5 @@
 """Staging for torch.distributed.checkpoint.async_save: copies of one instant, in memory that is used again."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

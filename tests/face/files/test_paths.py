@@ -1,7 +1,5 @@
 """Local paths and open files of what lies anywhere: on a disk, in a bucket and in fsspec's memory."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Folders uploaded, downloaded, listed and removed: the same calls on a disk, in a bucket and in fsspec's memory."""
 
-from __future__ import annotations
-
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """`AsyncState`: folders of an Accelerator, written in the background, loaded by us, by accelerate, and by other ranks."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

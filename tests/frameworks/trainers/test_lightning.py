@@ -1,7 +1,5 @@
 """Lightning's Trainer with our plugin: the files are its own, whole and durable, and links and removals keep their order."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """Trainings with Lightning in processes of their own: killed, interrupted, ended in the middle of a save, and on ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The Trainer of Transformers and accelerate under FSDP1, on several ranks: resumed with the same losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ Each matrix has 20 moments, which are drawn at random; the tests try one of them
 `ASYNC_CKPT_MATRICES=all pytest tests/frameworks/trainers/test_trainers_killed.py`.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -1,7 +1,5 @@
 """The Trainer of Transformers with checkpoints in the background: the same folders, the same losses, nothing half-written."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

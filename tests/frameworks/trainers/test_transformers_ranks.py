@@ -1,7 +1,5 @@
 """The Trainer of Transformers on several ranks, resumed on as many and on others with the same losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of Transformers that are spread over ranks by a `tp_plan`: saved in a loop of one's own, not by the Trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Trainer of Transformers with its checkpoints in a store: a folder counts when its mark is there, and only then."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

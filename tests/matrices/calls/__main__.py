@@ -7,8 +7,6 @@ First each scenario runs unharmed, and its calls are counted. Then there is a ch
 that fits it. What each place has shown goes to a file at once, by which `--resume` goes on.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -3,8 +3,6 @@
 In: the file of a report. Out: an SVG. Knows nothing of: how a place is tried.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

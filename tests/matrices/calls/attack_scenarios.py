@@ -6,8 +6,6 @@ broken. Knows nothing of: faults, places.
 After each the next save must work.
 """
 
-from __future__ import annotations
-
 import io
 import shutil
 from collections.abc import Callable, Iterator, Mapping

@@ -3,8 +3,6 @@
 In: a folder. Out: scenarios, as far as their packages are installed. Knows nothing of: faults, places.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping

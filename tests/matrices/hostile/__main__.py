@@ -6,8 +6,6 @@ Ends with 1 if any input was answered by an undocumented error, took more than a
 folder. Such an input is written to a file, and the command that repeats it is printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -3,8 +3,6 @@
 In: inputs. Out: the same from a file. Knows nothing of: what they mean.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 import zipfile

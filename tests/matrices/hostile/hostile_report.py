@@ -3,8 +3,6 @@
 In: targets, and what was found. Out: the report, in its file and in the docs. Knows nothing of: how inputs are made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 In: a number of inputs for each target, a seed. Out: what was wrong. Knows nothing of: atheris.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from . import targets_in_memory, targets_of_folders

@@ -6,8 +6,6 @@ An input that begins with `!` is given to the parser as it is. Any other input i
 target puts it together with the right lengths, checksums and digests first, or nearly all inputs would be refused by those.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable

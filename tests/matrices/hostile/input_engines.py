@@ -5,8 +5,6 @@ In: a target, its watch and a number of inputs. Out: inputs, given to the watch.
 libFuzzer never returns, so each target has a process of its own. It is forked from one that has imported torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -3,8 +3,6 @@
 In: an input and a source of chance. Out: another input. Knows nothing of: what reads it.
 """
 
-from __future__ import annotations
-
 import json
 import pickletools
 import random

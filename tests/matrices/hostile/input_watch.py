@@ -7,8 +7,6 @@ hostile input has no business with are recorded, and refused before they happen.
 target needed it, too: the library imports much of itself late.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -3,8 +3,6 @@
 In: imports. Out: the same, counted. Knows nothing of: inputs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

@@ -3,8 +3,6 @@
 In: nothing. Out: bytes. Knows nothing of: how they are changed.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

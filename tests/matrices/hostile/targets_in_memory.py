@@ -3,8 +3,6 @@
 In: bytes. Out: nothing, or a documented error. Knows nothing of: files.
 """
 
-from __future__ import annotations
-
 import pickle
 from functools import partial
 

@@ -3,8 +3,6 @@
 In: bytes, which are put into the scratch folder. Out: nothing, or a documented error. Knows nothing of: what looks on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io

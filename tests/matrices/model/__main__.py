@@ -3,8 +3,6 @@
 In: options. Out: counts as it goes, a report, and the way to each violation. Knows nothing of: the protocol.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

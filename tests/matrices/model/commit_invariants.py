@@ -3,8 +3,6 @@
 In: a state, the move that led there, or that none leads on. Out: what does not hold. Knows nothing of: how states are found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final
 

@@ -16,8 +16,6 @@ so putting it commutes with each step of every other process, and where a proces
 step, in a graph without cycles). Ranks other than 0 of one start have the same program, and are kept sorted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 

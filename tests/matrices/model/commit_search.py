@@ -8,8 +8,6 @@ second language, and what is in Python checks formulas over graphs that are ther
 laid beside it, and its paths can be replayed against it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -13,8 +13,6 @@ A commit counts if each later line with a commit that counts itself names it. A 
 names it, with or without a commit; a later line without its `.seen` may still leave it out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 

@@ -3,8 +3,6 @@
 In: nothing. Out: configurations. Knows nothing of: how they are explored.
 """
 
-from __future__ import annotations
-
 from typing import Final, TypeAlias
 
 from . import line_model, start_model, word_model

@@ -10,8 +10,6 @@ not met, and refuses one of a rank that it has met, which has started again alon
 whose hello is gone gives up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 

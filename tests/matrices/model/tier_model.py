@@ -22,8 +22,6 @@ Each move is one call at one place. A call to a silent place fails, or arrives a
 no more. An archive and its manifest are one move where nobody can tell; a retention is one, with a look at the starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ The newest step is the highest of the latest start, without what a commit at any
 that has put it there, up to this step: the starts that it has gone on from, each with the last of its steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Final
 

@@ -3,8 +3,6 @@
 In: nothing. Out: states. Knows nothing of: what may come next (`tier_model`), what must hold (`tier_invariants`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple

@@ -13,8 +13,6 @@ store may vanish for all at once. Both are silence: the moves that follow from i
 the library once a thousand more were said.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 

@@ -6,8 +6,6 @@ First each scenario of `tests.matrices.calls` runs unharmed at an S3 server, and
 for each of these requests and each fault that fits it: for one in `PARTS` of them, since a place takes half a second.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Final
 

@@ -3,8 +3,6 @@
 In: a bucket, and the options of its client. Out: an object that a scenario takes for a folder. Knows nothing of: faults.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import partial

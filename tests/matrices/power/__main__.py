@@ -5,8 +5,6 @@ In: options. Out: counts, a report, an exit status. Knows nothing of: how a disk
 Ends with 1 if any state was wrong. Such a state is kept in a file, and the command that reads it again is printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import pickle

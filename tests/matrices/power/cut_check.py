@@ -3,8 +3,6 @@
 In: a tree, the marks before the cut. Out: what is wrong with it, or None. Knows nothing of: how trees are found.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path

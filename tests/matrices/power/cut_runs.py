@@ -3,8 +3,6 @@
 In: a scenario, a seed, bounds. Out: counts, and the states that were wrong. Knows nothing of: which scenarios there are.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

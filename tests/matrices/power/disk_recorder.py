@@ -6,8 +6,6 @@ The functions of `os` and `open` are replaced, as all of this library's writing 
 call is made and noted under a lock between processes, so the order in the log is the order in which the calls were made.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import fcntl

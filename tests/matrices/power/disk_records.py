@@ -5,8 +5,6 @@ In: nothing. Out: the types of records. Knows nothing of: how they were recorded
 Files and folders are numbers, which no other file has at any time, since names change and inodes are used again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeAlias
 

@@ -5,8 +5,6 @@ In: a folder, and a `Recorder` that is told what is acknowledged. Out: the label
 Each state is a function of its label, so that whatever loads shows which one it is, and that it is whole.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -3,8 +3,6 @@
 In: a number, a folder. Out: how many states were wrong. Knows nothing of: pytest.
 """
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Iterator

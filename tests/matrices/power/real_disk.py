@@ -6,8 +6,6 @@ EXT4_IOC_SHUTDOWN stops the file system at once, and drops what is in memory, as
 is there; so each cut shows one state of the many that the model knows, but it is the kernel that says which.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -6,8 +6,6 @@ First each scenario runs unharmed, and the calls of each rank that touch the dis
 for each of these calls and each fault that fits it: for one in `PARTS` of them, since a world takes some seconds.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Final
 

@@ -7,8 +7,6 @@ Whatever any rank was told must be there; a rank that was told that a save has f
 process goes on from what is there.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import time

@@ -9,8 +9,6 @@ calls than in the first run. That none was met counts as wrong, as does a traini
 a kill.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -7,8 +7,6 @@ ckpt-chaos 0.1.8 sees what CPython audits among `open`, `rename`, `remove`, `mkd
 `save_file` of safetensors.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final

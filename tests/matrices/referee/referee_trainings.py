@@ -4,8 +4,6 @@ In: the name of a training, a folder, whether the eye is wide. Out: checkpoints 
 the digest beside the folder. Knows nothing of: kills.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

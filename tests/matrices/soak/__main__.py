@@ -7,8 +7,6 @@ The runs lie on a disk, at an S3 server on loopback, and at both. A proxy betwee
 of the store. All chance comes from the seed; how far the hour gets depends on the machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import json

@@ -3,8 +3,6 @@
 In: the file of a report. Out: an SVG. Knows nothing of: how it was sampled.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Final

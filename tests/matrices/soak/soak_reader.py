@@ -6,8 +6,6 @@ of: who writes.
 Steps and versions that go while they are read, and a store that does not answer, are what a reader has to expect.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

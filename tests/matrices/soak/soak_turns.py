@@ -5,8 +5,6 @@ In: places, a source of chance. Out: counts, and AssertionError for anything tha
 faults.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import Counter

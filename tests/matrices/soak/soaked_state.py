@@ -3,8 +3,6 @@
 In: a number. Out: a state whose every item follows from it. Knows nothing of: saves.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import torch

@@ -3,8 +3,6 @@
 In: a proxy, processes, a source of chance. Out: context managers. Knows nothing of: turns.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

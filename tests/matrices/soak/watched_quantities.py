@@ -7,8 +7,6 @@ move. Its noise is the middle 95 % of the slopes of series that are made of bloc
 bootstrap), since neighbouring samples are alike.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,7 +1,5 @@
 """Places that refuse or never answer: each command ends with one line and a status."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

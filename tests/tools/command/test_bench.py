@@ -1,7 +1,5 @@
 """`async-ckpt bench` and `doctor`: figures that hang together, and nothing that is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The command `async-ckpt` on real runs, piped and in a terminal: what it says, and with which status it ends."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

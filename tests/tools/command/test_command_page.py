@@ -3,8 +3,6 @@
 Also the example of each command's help, which is run here beside the runs of the page.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

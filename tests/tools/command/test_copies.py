@@ -1,7 +1,5 @@
 """`async-ckpt cp`: a run at another root, whole, or some of its steps, after any interruption."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

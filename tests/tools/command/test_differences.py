@@ -1,7 +1,5 @@
 """`async-ckpt diff` compares by type and content: what differs is never equal, and two loads of one file always are."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import enum

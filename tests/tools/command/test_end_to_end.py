@@ -1,7 +1,5 @@
 """Every word of `async-ckpt`, one after the other, on runs of one and of four ranks, on disks and in stores, piped and in a terminal."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The figures of one save at all faces of a run: its report, the log, metrics, the history, `ls`, `watch` and `page`."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

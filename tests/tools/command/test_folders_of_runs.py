@@ -1,7 +1,5 @@
 """The command on folders of many runs: what is below them, by kind, and each word on all of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No file of another program ends the command in a traceback: one line says what it is, with a documented status."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import types

@@ -1,7 +1,5 @@
 """`async-ckpt diff`, `extract` and `convert`: every format into every other that can hold it, and what differs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

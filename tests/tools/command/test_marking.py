@@ -1,7 +1,5 @@
 """`mark`: from a shell, at all places of a run, and what the other words make of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

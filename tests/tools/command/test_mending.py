@@ -1,7 +1,5 @@
 """`async-ckpt prune` and `repair`: what they show is what they do, and a run is whole after any interruption."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`async-ckpt move`: processes that bring steps to further places, beside a training, after it, and beside each other."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

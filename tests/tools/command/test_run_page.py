@@ -1,7 +1,5 @@
 """`async-ckpt page`: the file that shows a run, by what is in it and by what a browser shows of it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

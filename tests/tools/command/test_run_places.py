@@ -1,7 +1,5 @@
 """The places of a run, as the command shows them, and words that are for all of them."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

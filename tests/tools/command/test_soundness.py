@@ -1,7 +1,5 @@
 """`async-ckpt verify`: what is damaged, what that costs, and the command that mends it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The command on what frameworks' trainers have written: by witnesses of each, and by real trainings with a history."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

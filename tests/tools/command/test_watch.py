@@ -1,7 +1,5 @@
 """`async-ckpt watch`: the status of a run by what is on storage, on narrow terminals, and whatever the run looks like."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """A root, its publisher, and the folder of a sidecar."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

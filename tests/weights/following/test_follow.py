@@ -1,7 +1,5 @@
 """`follow`: what it pulls and tells, what it remembers, and how it lives with engines that do not do as they are told."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

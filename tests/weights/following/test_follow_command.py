@@ -1,7 +1,5 @@
 """`async-ckpt follow`: its options, what it prints, and its exit status."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Sidecars as processes: signals at any moment, engines that are killed, and what is there afterwards."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import random

@@ -1,7 +1,5 @@
 """Frames: what a tensor's bytes become by them, and by those that lie; and what an index may say."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

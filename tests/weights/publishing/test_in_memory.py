@@ -1,7 +1,5 @@
 """Versions that a publisher lends in memory to the processes of its host: what they get, and what nobody loses by it."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import gc

@@ -1,7 +1,5 @@
 """Models that are spread over ranks, lent in memory: each rank lends what it holds, and a reader puts it together."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A publisher that sleeps while another one takes its root: readers get the line of the later one, whole, and no other."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable

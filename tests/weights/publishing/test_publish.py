@@ -1,7 +1,5 @@
 """`Publisher`: what each version holds, what the next one is against, and what stays when one fails."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

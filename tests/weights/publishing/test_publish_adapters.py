@@ -1,7 +1,5 @@
 """Versions of a LoRA adapter: the files that PEFT writes, which engines load beside a base that they have."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Versions of quantised models: weights and scales as their checkpoints have them, or an error that names the method."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

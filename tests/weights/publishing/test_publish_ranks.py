@@ -1,7 +1,5 @@
 """Versions of a model that is spread over ranks: each publishes what it holds, and only what all have published is a version."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a pull touches in a folder: the files that versions have put there, and of these none that somebody else has, too."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

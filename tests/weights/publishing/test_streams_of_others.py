@@ -1,7 +1,5 @@
 """Streams that other trainers write, and folders that other receivers have filled."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.machinery
 import json

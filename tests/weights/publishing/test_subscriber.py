@@ -1,7 +1,5 @@
 """`Subscriber`: what it makes of versions, and of all that can be wrong with them; and where a pull that died is taken up."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

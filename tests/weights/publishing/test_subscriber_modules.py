@@ -1,7 +1,5 @@
 """What a pull into a module needs of the module, each time: all of it is filled, or nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

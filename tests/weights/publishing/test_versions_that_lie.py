@@ -1,7 +1,5 @@
 """Published versions that are damaged, or lie: never other weights than were published, and never another error than a CheckpointError."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
