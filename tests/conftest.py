@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import tarfile
 import tempfile
 import uuid
@@ -287,6 +288,8 @@ def nursery(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     A test file names more of that in `WARM`, such as a framework, and then has a process of its own.
     """
+    if sys.platform != "linux":
+        pytest.skip("forks, signals and /proc as Linux has them")
     warm = getattr(request.module, "WARM", ())
     plain: Nursery = request.getfixturevalue("_nursery" if not warm else "_authority")
     if not warm:

@@ -1,6 +1,5 @@
 """Spans and metrics by OpenTelemetry's real SDK, and nothing without it."""
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -179,7 +178,6 @@ def test_after_close_nothing_is_recorded(tmp_path, telemetry):
     assert telemetry.metrics() == {}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_without_an_sdk_a_save_is_as_ever_and_nothing_of_the_sdk_is_imported(tmp_path, nursery):
     script = """
 import sys
@@ -195,7 +193,6 @@ print(telemetry.flush(60), [name for name in sys.modules if name.startswith("ope
     assert (ended.status, ended.out, ended.err) == (0, "True []\n", "")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_an_sdk_that_is_set_up_later_has_the_last_save_at_the_exit(tmp_path, nursery):
     script = """
 import atexit, sys

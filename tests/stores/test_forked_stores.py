@@ -1,14 +1,11 @@
 """Forks of a process that uses a store: the child works or is refused at once, and the parent is not harmed."""
 
 import json
-import sys
 import textwrap
 
 import pytest
 from buckets import ENGINES, Bucket, OnServer
 from states import assert_is_state
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -385,7 +384,6 @@ SAVE = """
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_script_that_ends_at_once_has_saved(bucket, s3, nursery, engine):
     ended = nursery.run(SAVE, bucket.url("runs/a"), json.dumps(s3.options), engine)
@@ -395,7 +393,6 @@ def test_a_script_that_ends_at_once_has_saved(bucket, s3, nursery, engine):
     assert len(place.names()) == 4
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
 def test_a_script_whose_save_fails_at_its_end_says_so_and_has_a_status(bucket, proxy, nursery):
     proxy.answer("AccessDenied", kind="upload_part")
     ended = nursery.run(SAVE, bucket.url("runs/a"), json.dumps(through(proxy, bucket)), "obstore")
@@ -405,7 +402,6 @@ def test_a_script_whose_save_fails_at_its_end_says_so_and_has_a_status(bucket, p
     assert (bucket.keys(), bucket.uploads()) == ([], [])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
 def test_a_process_that_is_killed_in_the_middle_of_an_upload_leaves_only_what_is_swept(far, nursery, monkeypatch):
     held = far.proxy.delay(None, kind="upload_part", target=r"partNumber=2\b")
     child = nursery.start(SAVE, far.url, json.dumps(far.options()), far.engine)
@@ -432,7 +428,6 @@ def test_a_process_that_is_killed_in_the_middle_of_an_upload_leaves_only_what_is
     assert far.bucket.uploads() == ["runs/ab/of/another/run"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
 def test_an_archive_that_was_never_committed_is_swept_once_it_is_old(far, nursery, monkeypatch):
     held = far.proxy.black_hole(kind="put_object", target="manifest.json")
     child = nursery.start(SAVE, far.url, json.dumps(far.options()), far.engine)
@@ -469,7 +464,6 @@ LAST = """
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
 @pytest.mark.parametrize("way", ["moved", "in the pass"])
 def test_a_process_does_not_stay_for_a_store_that_is_down_if_a_disk_has_the_step(obstore, tmp_path, nursery, way):
     obstore.proxy.refuse()
@@ -480,7 +474,6 @@ def test_a_process_does_not_stay_for_a_store_that_is_down_if_a_disk_has_the_step
     assert open_run(tmp_path).steps() == [2]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
 def test_ctrl_c_ends_the_wait_for_a_store_and_names_what_it_lacks(obstore, tmp_path, nursery):
     obstore.proxy.refuse()
     child = nursery.start(LAST, tmp_path, obstore.url, json.dumps(obstore.options()), 3600, "disk", "moved")
@@ -491,7 +484,6 @@ def test_ctrl_c_ends_the_wait_for_a_store_and_names_what_it_lacks(obstore, tmp_p
     assert f"async_ckpt: step 2 is not at {obstore.url}" in ended.err
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
 def test_a_last_step_in_memory_alone_is_waited_for_at_the_end(obstore, tmp_path, nursery):
     away = obstore.proxy.refuse()
     child = nursery.start(LAST, tmp_path, obstore.url, json.dumps(obstore.options()), 0, "memory", "moved")

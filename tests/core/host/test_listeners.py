@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -256,7 +255,6 @@ def test_a_forked_child_has_no_listeners_and_may_have_its_own(tmp_path, nursery)
     assert (ended.status, ended.err) == (0, "")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_the_interpreter_waits_at_its_exit_until_listeners_know_of_the_last_save(tmp_path, nursery, is_closed):
     script = f"""
@@ -276,7 +274,6 @@ def test_the_interpreter_waits_at_its_exit_until_listeners_know_of_the_last_save
     assert (ended.status, ended.out, ended.err) == (0, "[1]\n", "")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_a_listener_that_hangs_does_not_keep_the_interpreter_from_its_end(tmp_path, nursery):
     script = """
     import sys, threading

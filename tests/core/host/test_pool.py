@@ -50,7 +50,6 @@ def test_a_segment_is_page_aligned_writable_and_of_its_exact_size():
     segment.free()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_a_segment_that_somebody_still_looks_at_is_not_taken_from_them(nursery):
     script = """
     from async_ckpt.core.host.memory import HostBuffer
@@ -255,7 +254,6 @@ def test_memory_of_which_a_part_is_leaked_is_lent_on_and_stays_page_locked(pool,
     assert len(registered()) == 1
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_a_forked_child_neither_inherits_the_memory_nor_gives_it_back(nursery):
     script = """
     import os, signal

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import re
 import signal
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -355,14 +354,11 @@ handle = ckpt.save(state_at(1, 5), step=1)
 waits.TIMEKEEPER = Jumping()
 """
 
-needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
-
 
 def script(body: str) -> str:
     return HEAD + textwrap.dedent(body)
 
 
-@needs_fork
 @pytest.mark.parametrize(
     ("end", "told"),
     [
@@ -400,7 +396,6 @@ def test_the_line_is_seen_on_stderr_without_any_configuration_and_says_what_ctrl
     assert 1 in open_run(tmp_path / "run").steps()
 
 
-@needs_fork
 @pytest.mark.parametrize(("end", "status"), [("pass", 130), ("try: ckpt.close()\nfinally: go.set()", -signal.SIGINT)])
 def test_ctrl_c_then_does_what_was_said(tmp_path, nursery, end, status):
     child = nursery.start(script("async_ckpt.core.host.waits.ABANDON_SECONDS = 0.0\n" + end), tmp_path / "run")
@@ -411,7 +406,6 @@ def test_ctrl_c_then_does_what_was_said(tmp_path, nursery, end, status):
     assert open_run(tmp_path / "run").steps() == []
 
 
-@needs_fork
 @pytest.mark.parametrize(
     "how",
     [
@@ -429,7 +423,6 @@ def test_where_ctrl_c_does_not_reach_the_wait_nothing_is_said_of_it(tmp_path, nu
     assert not [line for line in ended.err.splitlines() if "in close()" in line and "Ctrl-C" in line]
 
 
-@needs_fork
 @pytest.mark.parametrize("error", ["OSError('nobody reads it')", "ValueError('it is closed')"])
 def test_an_exit_that_can_say_nothing_still_drains(tmp_path, nursery, error):
     body = f"""
@@ -450,7 +443,6 @@ def test_an_exit_that_can_say_nothing_still_drains(tmp_path, nursery, error):
     assert open_run(tmp_path / "run").steps() == [1]
 
 
-@needs_fork
 def test_without_a_stderr_nothing_is_said_on_stdout(tmp_path, nursery):
     body = "signal.raise_signal(signal.SIGUSR1); sys.stderr = None; handle.result(); log_to_stderr('told')"
     ended = nursery.run(script(body), tmp_path / "run")

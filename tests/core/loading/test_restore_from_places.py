@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -291,7 +290,6 @@ with open_run({roots}) as ckpt, warnings.catch_warnings(record=True) as told:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_each_rank_reads_what_is_damaged_at_one_place_from_the_next(worlds, roots):
     places = [*map(str, roots)]
     worlds.run(2, SAVING.format(roots=places))

@@ -1,12 +1,8 @@
 """Optimizers with state dicts of their own on real ranks: under FSDP2, over tensor parallelism, and in stages of a pipeline."""
 
-import sys
-
 import pytest
 import torch
 from states import difference
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 SAVE = """
 from contained_ranks import *

@@ -1,10 +1,6 @@
 """On several ranks a restore sees the saves that are under way, too: rank 0 names a step when its own are decided."""
 
-import sys
-
 import pytest
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 # Step 1 is committed, and step 2 is under way when all ranks restore.
 BEGUN = """

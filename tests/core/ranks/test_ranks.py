@@ -1,6 +1,5 @@
 """Which rank of how many a process is: by its process group, by its user's word, or alone whatever its launcher has set."""
 
-import sys
 import warnings
 
 import pytest
@@ -13,10 +12,7 @@ import async_ckpt
 from async_ckpt import StepExistsError
 from async_ckpt.core.ranks.world import ranks
 
-needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
-
-@needs_fork
 def test_one_rank_of_a_process_group_saves_alone_when_it_says_so(worlds):
     script = """
     model = ddp()["model"]
@@ -30,7 +26,6 @@ def test_one_rank_of_a_process_group_saves_alone_when_it_says_so(worlds):
     assert len(open_run(worlds.root).load()["model"]) == 6
 
 
-@needs_fork
 def test_ranks_with_a_root_each_save_side_by_side_when_they_say_so(worlds):
     script = """
     with open_run(f"{here.root}/rank{here.rank}", ranks=(0, 1)) as ckpt:

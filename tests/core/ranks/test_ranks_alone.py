@@ -1,7 +1,6 @@
 """What one rank alone does, or has, or is late with: the others hear of it, and all go on together."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -19,8 +18,6 @@ from async_ckpt.core.runs.coverage import check_coverage
 from async_ckpt.core.state.capture import capture
 from async_ckpt.core.state.division import StateDivider
 from async_ckpt.errors import UnsupportedStateError
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 
 def texts(saves: list[dict[str, object]]) -> list[object]:

@@ -1,12 +1,9 @@
 """`restore(…, broadcast=group)`: ranks that hold the same read it once, together."""
 
-import sys
 from typing import Any
 
 import pytest
 from rank_worlds import Worlds
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 # Saved, spoilt and restored; what each rank reads is counted.
 SCRIPT = """

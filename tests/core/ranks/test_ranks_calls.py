@@ -19,8 +19,6 @@ from states import open_run, records
 import async_ckpt
 from async_ckpt import load
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-
 
 def steps_of(worlds: Worlds) -> list[int]:
     """The committed steps; each is whole."""

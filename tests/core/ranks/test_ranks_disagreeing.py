@@ -1,14 +1,10 @@
 """Ranks whose states or calls do not fit together: each of them is told what is wrong, by name; or it is what pipelines do."""
 
-import sys
-
 import pytest
 import torch
 from rank_oracle import saved
 from rank_states import numbered
 from states import open_run
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 # Rank 1 has another state in step 2.
 OTHER = """

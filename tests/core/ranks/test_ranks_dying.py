@@ -1,7 +1,6 @@
 """A rank is killed in the middle of a save: the step is whole or not there, and no two ranks are told opposite things."""
 
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -11,8 +10,6 @@ from rank_oracle import run_of, saved
 from rank_states import numbered
 from rank_worlds import Ended, Worlds
 from states import open_run
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 SIZE = 3
 # Step 1 is saved by all; one of them dies in step 2, and the deadlines of the others then pass.

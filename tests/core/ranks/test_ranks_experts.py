@@ -1,13 +1,9 @@
 """Experts that each rank has a part of, as plain tensors: declared, they go on with another number of ranks."""
 
-import sys
-
 import pytest
 import torch
 
 import async_ckpt
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 # A small Mixture-of-Experts, trained alike on any number of ranks: each has some of the eight experts, and all see the
 # same tokens, so that a sum over the ranks of what their experts say is what a single rank says of all.

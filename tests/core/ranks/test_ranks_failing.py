@@ -1,7 +1,5 @@
 """A rank cannot do its part of a save, or not in time: all of them learn why, and the next save is none the worse."""
 
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,8 +13,6 @@ from async_ckpt.core.ranks import rendezvous
 from async_ckpt.core.ranks.calls import Calls, JointSave
 from async_ckpt.core.ranks.meeting import Meeting
 from async_ckpt.core.ranks.rendezvous import Rendezvous
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 
 def column(ended: list[Ended], save: int, key: str) -> list:

@@ -1,12 +1,7 @@
 """FSDP1 on real ranks: its sharded state dicts are saved, loaded as full tensors, and restored by its own `load_state_dict`."""
 
-import sys
-
-import pytest
 import torch
 from states import open_run
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 # Taking FSDP1's state dict is a collective, as all of its calls are; none is made by a save of it.
 FSDP1 = """

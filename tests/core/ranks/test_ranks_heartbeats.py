@@ -18,8 +18,6 @@ from async_ckpt.core.ranks import store as stores
 from async_ckpt.core.ranks.heartbeats import Heartbeats
 from async_ckpt.core.ranks.store import Connection
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells which processes live")
-
 # No deadline of a wait for another rank passes here: without heartbeats, these would take half an hour.
 _OFTEN = """
 from async_ckpt.core.ranks import heartbeats

@@ -1,10 +1,6 @@
 """Histories and generators that each rank has for itself: `restore` fills them on the rank that saved them."""
 
-import sys
-
 import pytest
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 # The same loop in each start of the training; only rank 0 keeps a history of all steps.
 LOOP = """

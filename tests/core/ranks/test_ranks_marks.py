@@ -1,12 +1,8 @@
 """Marks where several ranks save: rank 0 puts and reads them, and the values of each rank are checked."""
 
-import sys
 from pathlib import Path
 
-import pytest
 from states import open_run
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 MARKS = """
 with open_run(here.root) as ckpt:

@@ -63,7 +63,6 @@ with open_run(here.root) as ckpt:
 )
 
 
-@linux
 def test_stages_of_megatron_are_one_state_by_its_keys_and_each_restores_its_own(worlds):
     for one in worlds.run(4, SAVED):
         assert [save.get("status") for save in one.saves] == ["committed"] * 2, one.saves
@@ -82,7 +81,6 @@ def test_stages_of_megatron_are_one_state_by_its_keys_and_each_restores_its_own(
             assert loaded["args"] == {"lr": 0.1}
 
 
-@linux
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -210,7 +208,6 @@ def test_allow_shape_mismatch_of_a_flattened_range(tmp_path):
     assert part.data.tolist() == [*saved.view(-1)[34:].tolist(), *[-1.0] * 6]
 
 
-@linux
 def test_values_that_ranks_of_one_structure_alone_have_are_loaded_of_all(worlds, tmp_path):
     script = """
 from megatron_parts import ShardedTensor

@@ -1,14 +1,11 @@
 """Four ranks with a RAM disk in front of a disk, killed at any moment: what a rank was told is there at the next start."""
 
 import shutil
-import sys
 import time
 from random import Random
 
 import pytest
 from rank_worlds import World
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 # `NODES` names the node of each rank by a letter; each node has memory and a disk of its own, in front of a far place.
 TRAINING = """

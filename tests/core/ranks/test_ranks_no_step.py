@@ -1,6 +1,5 @@
 """`save` with something that is no step, on some ranks: the others learn it within seconds, and stay together."""
 
-import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,8 +8,6 @@ from rank_oracle import saved
 from rank_states import numbered
 from rank_worlds import Ended, Worlds
 from states import open_run
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 SIZE = 3
 

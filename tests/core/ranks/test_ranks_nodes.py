@@ -4,7 +4,6 @@ A node is simulated by a folder that some ranks have and others do not.
 """
 
 import shutil
-import sys
 import tarfile
 from contextlib import closing
 from pathlib import Path
@@ -16,8 +15,6 @@ from states import open_run
 from async_ckpt import StorageUnavailableError
 from async_ckpt.core.storage.node_folders import NodeFolder
 from async_ckpt.core.storage.served_folders import NodeServer, Peer
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 PRELUDE = """
 import shutil

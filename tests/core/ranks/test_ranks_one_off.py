@@ -1,7 +1,5 @@
 """One-off saves of states that are spread over ranks: a folder with an archive of each rank, committed together."""
 
-import sys
-
 import pytest
 import torch
 from rank_states import numbered
@@ -10,8 +8,6 @@ from states import difference, open_run
 
 import async_ckpt
 from async_ckpt import Place
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 PRELUDE = """
 import async_ckpt

@@ -1,12 +1,9 @@
 """Random plans of right, wrong, missed and repeated calls of ranks: nobody contradicts another, and the next call works."""
 
 import random
-import sys
 
 import pytest
 import slices
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 _STEPS = 6
 _PLANS_OF_A_WORLD = 10

@@ -1,15 +1,11 @@
 """What real ranks have saved, restored by others: a model and its AdamW in another layout, and steps that not all can read."""
 
-import sys
-
 import pytest
 import torch
 from rank_worlds import Worlds
 from states import difference
 
 import async_ckpt
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 SAVE = """
 state = {make}

@@ -1,6 +1,5 @@
 """Ranks that are started again hear nothing of the start before, and write nothing that was written then."""
 
-import sys
 import weakref
 from concurrent.futures import wait
 
@@ -15,9 +14,6 @@ from states import open_run
 from async_ckpt.core.ranks.meeting import Meeting
 from async_ckpt.core.ranks.start import WorldStart
 from async_ckpt.core.ranks.world import World
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-
 
 # When it is started again, rank 1 comes first, and looks for what rank 0 has said.
 START = """

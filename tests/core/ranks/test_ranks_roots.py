@@ -1,7 +1,5 @@
 """Where several ranks save: shared folders, stores, several roots; and roots that only look shared, or that others use too."""
 
-import sys
-
 import pytest
 import torch
 from racing import until
@@ -11,8 +9,6 @@ from rank_worlds import AGENT_STORE
 from states import open_run
 
 from async_ckpt import Place, verify
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 TWICE = """
 with open_run({root}) as ckpt:

@@ -1,7 +1,5 @@
 """Several ranks save one state together: real processes with gloo, and torch's own word for what the full tensors are."""
 
-import sys
-
 import pytest
 import torch
 from rank_oracle import saved
@@ -9,8 +7,6 @@ from rank_worlds import Worlds
 from states import difference, open_run
 
 import async_ckpt
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 ONCE = """
 import random

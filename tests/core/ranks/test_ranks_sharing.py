@@ -1,6 +1,5 @@
 """What ranks have that others have not - ties, groups of their own - and what is left to whom because of that."""
 
-import sys
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from async_ckpt.core.slicing.sharded import mesh_of as mesh_facts
 from async_ckpt.core.slicing.shares import MODULUS
 from async_ckpt.core.state.capture import capture
 from async_ckpt.core.state.division import StateDivider
-
-needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 
 def cut_rows(rank: int, *shape: int) -> DTensor:
@@ -144,7 +141,6 @@ with open_run(here.root) as ckpt:
 """
 
 
-@needs_fork
 def test_what_one_rank_alone_calls_its_own_is_kept_for_each_or_refused(worlds):
     ended = worlds.run(2, PER_RANK_ON_ONE)
 
@@ -202,7 +198,6 @@ for step in (1, 2):
 """
 
 
-@needs_fork
 def test_a_step_of_which_something_was_not_written_is_not_committed(worlds):
     ended = worlds.run(2, SLIP)
 

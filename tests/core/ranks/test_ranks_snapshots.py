@@ -1,6 +1,5 @@
 """A snapshot on ranks: one copy of each rank's shards, of which a checkpoint, an export and a version are made."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ from rank_oracle import saved
 from states import difference
 
 from async_ckpt import Subscriber
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 READERS = """
 import async_ckpt

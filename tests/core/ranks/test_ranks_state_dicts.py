@@ -1,12 +1,9 @@
 """A restore takes the state dict of each of the user's objects once, on every rank, whatever is committed: it may be a collective."""
 
-import sys
 import textwrap
 
 import pytest
 from archives import flip
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 # Each call of a state dict waits for all ranks: were one of them to call it once more, all would hang.
 COUNTED = """

@@ -1,6 +1,5 @@
 """Ranks without a process group that bring a store of torch.distributed: they agree by it as those of a group do."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from states import open_run
 from async_ckpt.core.ranks import meeting
 from async_ckpt.core.ranks.meeting import Meeting
 from async_ckpt.core.ranks.store import Connection, Messages
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 STORES = {
     "TCPStore": AGENT_STORE,

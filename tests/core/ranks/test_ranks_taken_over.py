@@ -1,6 +1,5 @@
 """Frozen parameters are taken over on ranks, too: each rank decides about its own archive, and any world reads it."""
 
-import sys
 from textwrap import dedent
 
 import pytest
@@ -9,8 +8,6 @@ from rank_oracle import run_of
 from states import difference, open_run
 
 import async_ckpt
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 TRAINED = """
 from torch.distributed.fsdp import fully_shard

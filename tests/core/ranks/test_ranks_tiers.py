@@ -1,6 +1,5 @@
 """Several ranks, and a run at several places: rank 0 chooses the place of a save, and copies; all know what has arrived."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,6 @@ import torch
 from rank_oracle import run_of, saved
 from rank_states import numbered
 from states import open_run
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 # `at(call, where, do)` has `do` called ahead of a call of the disk that is about this place.
 PRELUDE = """

@@ -1,6 +1,5 @@
 """Wrapped tensors on real ranks: as the local tensor of a DTensor, and as a value that all ranks have alike."""
 
-import sys
 from typing import Any
 
 import pytest
@@ -8,8 +7,6 @@ import torch
 from tensor_classes import Axis, Rows, Scaled, bytes_in, scaled
 
 import async_ckpt
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 # The rows of this rank, as a DTensor whose local tensor is wrapped.
 OF_RANKS = """

@@ -5,7 +5,6 @@ after it, and never a mixture; and so has each root alone.
 import itertools
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from states import assert_is_state, everywhere, open_run, state_at
 
 import async_ckpt
 from async_ckpt.core.runs.run import Run
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
 
 # Steps 1, 2 and 4 are at both roots. Prints how many calls there were, and the error of the save.
 ROLLING_BACK = """

@@ -2,7 +2,6 @@
 
 import itertools
 import shutil
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -312,7 +311,6 @@ ckpt.close()
 
 
 @needs_mount
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_no_rank_writes_before_rank_0_has_made_room_for_all(disk, worlds):
     """The disk has room for three steps of two MiB each: without waiting, the fourth would not fit."""
     ended = worlds.run(2, RANKS.format(disk=str(disk)))
@@ -338,7 +336,6 @@ ckpt.close()
 
 
 @needs_mount
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_each_node_has_so_much_free(tmp_path, worlds):
     with mounted(tmp_path / "node0", f"size={8 * MIB}") as big, mounted(tmp_path / "node1", f"size={6 * MIB}") as small:
         ended = worlds.run(2, NODES.format(root=str(tmp_path)))

@@ -327,7 +327,6 @@ ckpt.wait()
 linux = pytest.mark.skipif(sys.platform != "linux", reason="record locks and signals as Linux has them")
 
 
-@linux
 @pytest.mark.parametrize("sleeps", [False, True], ids=["runs", "is stopped"])
 def test_a_second_process_is_refused_by_name_while_the_first_lives(tmp_path, nursery, sleeps):
     child = nursery.start(HOLDS + "print('saved', flush=True)\nsys.stdin.read()\nsignal.pause()", tmp_path)
@@ -352,7 +351,6 @@ def test_a_second_process_is_refused_by_name_while_the_first_lives(tmp_path, nur
     assert_line(tmp_path, [1, 2])
 
 
-@linux
 @pytest.mark.parametrize("end", ["ckpt.close()", "del ckpt", "pass"])
 def test_after_a_process_has_closed_its_checkpointer_the_next_one_goes_on_without_a_word(
     tmp_path, nursery, end, caplog
@@ -371,7 +369,6 @@ def test_after_a_process_has_closed_its_checkpointer_the_next_one_goes_on_withou
     assert_line(tmp_path, [1, 2])
 
 
-@linux
 def test_a_process_that_is_killed_between_its_start_and_its_first_commit_holds_nothing_up(tmp_path, nursery):
     body = """
     from scripted_disk import scripted
@@ -391,7 +388,6 @@ def test_a_process_that_is_killed_between_its_start_and_its_first_commit_holds_n
     assert_line(tmp_path / "run", [1, 2])
 
 
-@linux
 def test_a_forked_child_is_another_start(tmp_path, nursery):
     body = """
     child = os.fork()

@@ -3,7 +3,6 @@
 import itertools
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from slices import some
 from states import assert_is_state, leftovers, names_below, open_run, state_at, weight
 
 import async_ckpt
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, signals and tracing as Linux has them")
 
 STATE_MIB = 5  # two segments
 

@@ -1,6 +1,5 @@
 """`Ema`: which mean of the weights is in an archive, that it goes on after restarts, and that the training pays nothing."""
 
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -359,7 +358,6 @@ ckpt.close()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_what_each_rank_has_for_itself_has_a_mean_on_each(worlds):
     script = """
 from async_ckpt import Ema
@@ -374,7 +372,6 @@ ckpt.close()
     assert [found[rank]["model"]["w"].unique().tolist() for rank in (0, 1)] == [[15.0], [16.0]]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_shards_are_averaged_and_resharded(worlds):
     worlds.run(2, RANKS.format(steps=[1, 3]))
     ended = worlds.run(3, RANKS.format(steps=[4]))

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +15,6 @@ import async_ckpt
 from async_ckpt.core.host import waits
 from async_ckpt.core.saving import ledger
 from async_ckpt.core.timing import Timekeeper
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
-
 
 # What each script begins with. `fail_writes` and `slow_disk` stand for a disk; "waiting" is printed when somebody
 # begins to wait for the saves, "other hook" by an exit hook of the user's.

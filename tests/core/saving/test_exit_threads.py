@@ -11,8 +11,6 @@ from states import assert_is_state, open_run
 import async_ckpt
 from async_ckpt.core.host import threads
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-
 # As in those Pythons, from the moment on that the first exit hook runs. The writes wait for that moment.
 HEAD = """
 import os, sys, threading, torch, async_ckpt

@@ -1,7 +1,6 @@
 """Signals that ask a process to leave: real ones, in processes of their own."""
 
 import signal
-import sys
 import textwrap
 from concurrent.futures import Future
 
@@ -12,9 +11,6 @@ from async_ckpt import Due, StorageFullError
 from async_ckpt.core.report import SaveReport
 from async_ckpt.core.saving.policy import SavePolicy
 from async_ckpt.core.saving.signals import signals_of
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
-
 
 # What each script begins with. `tell` sends a signal to the process itself, whose handlers have run when it returns.
 HEAD = """

@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -424,7 +423,6 @@ with open_run(sys.argv[1]) as ckpt:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_a_process_that_is_killed_between_saves_leaves_whole_steps(tmp_path, nursery):
     root = tmp_path / "run"
     assert nursery.run(KILLED, str(root)).status == -signal.SIGKILL

@@ -2,15 +2,12 @@
 
 import random
 import signal
-import sys
 import time
 from typing import Any
 
 import pytest
 from slices import some
 from states import assert_is_state, open_run, state_at
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals as Linux has them")
 
 TRAINING = """
 import os, sys

@@ -6,7 +6,6 @@ import enum
 import gc
 import json
 import os
-import sys
 import threading
 import weakref
 from collections import namedtuple
@@ -642,7 +641,6 @@ def test_a_process_that_exits_with_one_open_saves_what_it_was_told_to(guarded, t
     assert bool((async_ckpt.load(tmp_path / "x.tar")["w"] == 1).all())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_in_a_forked_child_it_is_not_there(tmp_path, nursery):
     """Reading it would end the child."""
     script = """

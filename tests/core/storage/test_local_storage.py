@@ -296,7 +296,6 @@ def test_the_temp_file_of_a_living_writer_in_this_process_is_not_dead(disk):
 
 
 @needs_fcntl
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_the_temp_file_of_a_living_writer_elsewhere_is_not_dead_and_that_of_a_killed_one_is(tmp_path, nursery):
     disk = LocalStorage(tmp_path / "root")
     os.mkfifo(tmp_path / "stdin")
@@ -363,7 +362,6 @@ os._exit(0)  # how an interpreter ends is for other tests
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_of_two_processes_that_save_into_one_root_nothing_is_lost_that_either_was_told_is_committed(tmp_path, nursery):
     root = tmp_path / "run"
     children = [nursery.start(TWO, root, first) for first in (0, 1)]

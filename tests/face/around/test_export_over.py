@@ -197,7 +197,6 @@ print(count())
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
 @pytest.mark.parametrize("was_there", [False, True])
 def test_killed_at_any_change_of_the_disk_one_export_is_there_or_the_other(was_there, nursery, tmp_path):
     new, old = config_of(tmp_path / "new", 2), config_of(tmp_path / "old", 1)
@@ -263,7 +262,7 @@ print(type(handle.exception()).__name__, flush=True)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux" or why_no_strace() is not None, reason="strace is needed")
+@pytest.mark.skipif(why_no_strace() is not None, reason="strace is needed")
 @pytest.mark.parametrize(
     "fault",
     [
@@ -409,7 +408,6 @@ def test_a_large_shard_goes_up_in_parts(watched, proxy, tmp_path):
 # --- its life -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_a_program_that_ends_right_after_the_call_loses_nothing(nursery, tmp_path):
     script = """
 import sys

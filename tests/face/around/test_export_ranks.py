@@ -1,7 +1,6 @@
 """`export_hf` of a model that is spread over ranks: the folder is that of the whole model, and no rank waits for another."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ from rank_worlds import Worlds
 from states import difference
 
 from async_ckpt import files
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 # What all ranks do; `out` is the destination. Exporting calls no collective, and the whole model is exported by rank 0 to compare.
 EXPORT = """

@@ -373,10 +373,8 @@ from async_ckpt import files, pack, unpack, ClosedError
 pack_folder = files.pack_folder
 out = Path(sys.argv[1])
 """
-needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
 
 
-@needs_fork
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "del folder"])
 def test_a_process_that_ends_right_after_the_block_loses_nothing(out, nursery, end):
     code = (
@@ -395,7 +393,6 @@ with pack(out / "x.tar") as folder:
         assert (folder / "a").read_bytes() == b"b" * (30 * MIB)
 
 
-@needs_fork
 def test_a_pack_in_an_exit_hook_is_refused_and_its_folder_kept(out, nursery):
     code = (
         HEAD
@@ -419,7 +416,6 @@ atexit.register(late)
     assert "x.tar" in names(out)
 
 
-@needs_fork
 @pytest.mark.parametrize("when", ["in the block", "while it is streamed"])
 def test_what_a_killed_process_left_is_swept_by_the_next_pack_of_that_name(out, nursery, when):
     code = (
@@ -451,7 +447,6 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert names(out) == ["x.tar", "y.tar"]
 
 
-@needs_fork
 def test_a_forked_child_neither_streams_nor_removes_its_parents_folder(out, nursery):
     code = (
         HEAD
@@ -502,7 +497,6 @@ in_child(pack_another)
     assert names(out) == ["child.tar", "x.tar"]
 
 
-@needs_fork
 def test_ctrl_c_in_the_block_publishes_nothing(out, nursery):
     code = (
         HEAD
@@ -523,7 +517,6 @@ with pack(out / "x.tar") as folder:
     assert names(out) == []
 
 
-@needs_fork
 def test_ctrl_c_at_the_end_gives_the_pack_up_and_keeps_the_folder(out, nursery):
     code = (
         HEAD

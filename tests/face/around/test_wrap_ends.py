@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -13,9 +12,6 @@ from slices import some
 from states import names_below
 
 from async_ckpt import wrap
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
-
 
 # `held` functions print "inside" and wait until there is a file called "go" in the root.
 HEAD = """

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import async_ckpt
 from async_ckpt import CorruptCheckpointError, StorageUnavailableError
 from async_ckpt.integrations.dcp import TarStorageReader
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 SAVE = """
 from dcp_states import *

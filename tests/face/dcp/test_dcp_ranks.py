@@ -1,6 +1,5 @@
 """torch.distributed.checkpoint with our writer and reader, on real ranks with gloo."""
 
-import sys
 import textwrap
 from pathlib import Path
 
@@ -10,8 +9,6 @@ from states import difference
 
 import async_ckpt
 from async_ckpt.integrations.dcp import to_dcp
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 PRELUDE = """
 from dcp_states import *

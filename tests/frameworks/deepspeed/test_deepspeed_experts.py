@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed")
 
 WARM = ("deepspeed_runs",)
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 MODEL = """
 import contextlib, re

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -254,7 +253,6 @@ def content(state):
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_a_training_under_fsdp2_goes_on_bit_for_bit_on_as_many_ranks(worlds):
     worlds.run(
         2,
@@ -281,7 +279,6 @@ here.tell(content(live) == content(want))
     assert [one.told for one in ended] == [[2, True, True]] * 2
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_training_under_fsdp2_goes_on_with_another_number_of_ranks(worlds, size):
     """The class cuts its scales by rows, where these are whole blocks."""
@@ -332,7 +329,6 @@ def sharded(whole):
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 @pytest.mark.parametrize("size", [1, 4])
 def test_quantised_weights_are_cut_again_for_another_number_of_ranks(worlds, size):
     worlds.run(
@@ -351,7 +347,6 @@ here.tell(bytes_in(live["w"]._local_tensor) == bytes_in(sharded(weight(0))._loca
     assert [one.told for one in ended] == [[True]] * size
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_moments_whose_blocks_are_not_rows_are_refused_by_name_on_another_number_of_ranks(worlds):
     sharded = SHARDED.replace("Linear(256, 64 * 2)", "Linear(128, 64 * 4)").replace("randn(4, 256", "randn(4, 128")
     worlds.run(2, sharded + "\nwith open_run(here.root) as ckpt:\n    here.save(ckpt, training(1), 1)\n")

@@ -337,7 +337,6 @@ def test_two_copies_to_one_bucket_at_once_leave_one_whole_run(source, bucket):  
     assert bucket.uploads() == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
 def test_interrupted_the_target_is_a_run_and_the_same_command_ends_it(tmp_path, source, nursery):
     before, target = tree_of(source), tmp_path / "b"
     child = nursery.start(WAITING, source, target, tmp_path / "go")
@@ -354,7 +353,6 @@ def test_interrupted_the_target_is_a_run_and_the_same_command_ends_it(tmp_path, 
     assert leftovers(target) == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
 def test_killed_at_any_call_the_target_is_a_run_and_the_same_command_ends_it(quick_path, nursery):
     source = saved(quick_path / "a", steps=2)
     before = tree_of(source)

@@ -5,7 +5,6 @@ import json
 import math
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -298,7 +297,6 @@ def test_a_damaged_source_leaves_nothing(tmp_path, step):
     assert tree_of(tmp_path) == before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
 @pytest.mark.parametrize("target", list(_TARGETS))
 def test_killed_at_any_call_the_destination_is_whole_or_absent(quick_path, nursery, target):
     source = source_of("safetensors", quick_path)

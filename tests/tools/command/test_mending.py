@@ -4,7 +4,6 @@ import itertools
 import json
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -448,7 +447,6 @@ def test_a_damaged_manifest_is_named_and_the_rest_is_mended(root):
 # --- killed -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
 @pytest.mark.parametrize(
     "arguments",
     [

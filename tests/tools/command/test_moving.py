@@ -5,7 +5,6 @@ import random
 import re
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ import async_ckpt
 from async_ckpt import Keep, Place
 from async_ckpt.core.events.log import parse
 from async_ckpt.core.runs.manifest import seal
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals as Linux has them")
 
 # A training that saves the steps that the test asks for, one file each, and tells what has become of them.
 TRAINING = """

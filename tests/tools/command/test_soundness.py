@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,7 +278,6 @@ def test_a_delta_is_compared_with_its_base_and_what_follows_is_lost(tmp_path):
     assert told["faults"][0]["mend"] == "pull version 4, which is an anchor, or a later one"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_versions_of_ranks_are_listed_and_verified(worlds, tmp_path):
     out = tmp_path / "out"
     worlds.run(2, PUBLISH.format(out=str(out)))

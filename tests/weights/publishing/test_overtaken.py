@@ -1,7 +1,6 @@
 """A publisher that sleeps while another one takes its root: readers get the line of the later one, whole, and no other."""
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,7 +168,6 @@ with async_ckpt.Publisher({place}, on_rollback={on_rollback!r}) as publisher:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 @STORES
 @pytest.mark.parametrize("size", some([None, 1, 3], 2))
 def test_a_world_that_was_overtaken_by_one_of_another_size_publishes_no_version_any_more(worlds, place, size):

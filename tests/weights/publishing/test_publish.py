@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +259,6 @@ print((peak() - before) / 2**23)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at its memory as Linux tells of it")
 def test_positions_take_no_more_memory_than_a_frame_has(nursery):
     ended = nursery.run(PEAK)
 

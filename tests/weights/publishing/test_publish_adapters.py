@@ -1,7 +1,6 @@
 """Versions of a LoRA adapter: the files that PEFT writes, which engines load beside a base that they have."""
 
 import json
-import sys
 from typing import Any
 
 import pytest
@@ -357,7 +356,6 @@ publisher.close()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_an_adapter_that_is_spread_over_ranks_is_pulled_as_one(worlds, tmp_path):
     worlds.run(2, ON_RANKS)
 

@@ -1,7 +1,6 @@
 """Versions of quantised models: weights and scales as their checkpoints have them, or an error that names the method."""
 
 import json
-import sys
 from typing import Any
 
 import pytest
@@ -228,7 +227,6 @@ here.meet("published")
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_weights_and_scales_that_are_spread_over_ranks_are_pulled_as_whole_ones(worlds, tmp_path):
     worlds.run(2, ON_RANKS)
     Subscriber(worlds.root).pull(tmp_path / "local")

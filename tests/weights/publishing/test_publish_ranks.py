@@ -1,7 +1,6 @@
 """Versions of a model that is spread over ranks: each publishes what it holds, and only what all have published is a version."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,8 +29,6 @@ from async_ckpt.weights.publishing.live_weights import PullResult
 from async_ckpt.weights.publishing.of_ranks import rank_replicas, root_versions
 from async_ckpt.weights.publishing.of_ranks.pieces import PiecedTensor, TensorPiece, own_slices, sliced_tensors
 from async_ckpt.weights.publishing.version_files import WeightsState
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 # What all ranks do. Publishing calls no collective; the whole model of each version is kept beside, to compare.
 PUBLISH = """
