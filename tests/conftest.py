@@ -35,6 +35,7 @@ from racing import PATIENCE, Gate
 from rank_worlds import Worlds
 from slices import examples, shown
 
+from async_ckpt import AsyncCheckpointer
 from async_ckpt.core.host import waits
 from async_ckpt.core.saving import ledger
 from async_ckpt.core.storage.local import LocalReader
@@ -184,6 +185,19 @@ def sim(request: pytest.FixtureRequest) -> Iterator[Simulated]:
 def archive(tmp_path: Path) -> Path:
     """Where a test may save one archive."""
     return tmp_path / "x.tar"
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Iterator[AsyncCheckpointer]:
+    """A run."""
+    with AsyncCheckpointer(tmp_path / "run") as opened:
+        yield opened
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> list[Path]:
+    """The places of a run."""
+    return [tmp_path / "near", tmp_path / "far"]
 
 
 @pytest.fixture

@@ -664,8 +664,7 @@ def test_thirty_saves_leak_no_files_no_threads_and_no_memory_maps(tmp_path, nurs
     assert last[2] - first[2] <= 3 * (last[3] - first[3]) + 8, (first, last)
     os._exit(0)  # how an interpreter ends is for other tests
     """
-    ended = nursery.run(script, tmp_path / "run")
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(script, tmp_path / "run")
 
 
 # --- what is loaded --------------------------------------------------------------------------------------------

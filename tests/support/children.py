@@ -224,6 +224,12 @@ class Nursery:
     def run(self, code: str, *arguments: object, whole_exit: bool = False) -> Ended:
         return self.start(code, *arguments, whole_exit=whole_exit).ended()
 
+    def out_of(self, code: str, *arguments: object, whole_exit: bool = False) -> str:
+        """What a script prints that ends well, and complains of nothing."""
+        ended = self.run(code, *arguments, whole_exit=whole_exit)
+        assert (ended.status, ended.err) == (0, ""), f"{ended.out}\n{ended.err}"
+        return ended.out
+
     def start_module(self, name: str, *arguments: object, env: Mapping[str, str] | None = None) -> Child:
         """As `python -m` would."""
         return self.start(_MODULE, name, *arguments, env=env)

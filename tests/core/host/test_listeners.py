@@ -250,9 +250,7 @@ def test_a_forked_child_has_no_listeners_and_may_have_its_own(tmp_path, nursery)
         ok = own.flush(60) and [e.step for e in heard] == [1] and seen == []
         os._exit(not ok)
     """
-    ended = nursery.run(_dedented(script), tmp_path / "run")
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(_dedented(script), tmp_path / "run")
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
@@ -269,9 +267,7 @@ def test_the_interpreter_waits_at_its_exit_until_listeners_know_of_the_last_save
     ckpt.save(state_at(1), step=1)
     {"ckpt.close()" if is_closed else ""}
     """
-    ended = nursery.run(_dedented(script), tmp_path / "run", whole_exit=True)
-
-    assert (ended.status, ended.out, ended.err) == (0, "[1]\n", "")
+    assert nursery.out_of(_dedented(script), tmp_path / "run", whole_exit=True) == "[1]\n"
 
 
 def test_a_listener_that_hangs_does_not_keep_the_interpreter_from_its_end(tmp_path, nursery):
@@ -285,9 +281,7 @@ def test_a_listener_that_hangs_does_not_keep_the_interpreter_from_its_end(tmp_pa
     listen(lambda ended: threading.Event().wait())
     open_run(sys.argv[1]).save(state_at(1), step=1)
     """
-    ended = nursery.run(_dedented(script), tmp_path / "run", whole_exit=True)
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(_dedented(script), tmp_path / "run", whole_exit=True)
     assert Path(tmp_path / "run" / "latest").exists()
 
 

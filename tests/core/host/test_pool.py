@@ -58,8 +58,7 @@ def test_a_segment_that_somebody_still_looks_at_is_not_taken_from_them(nursery):
     segment.free()
     assert int(held.fill_(1).sum()) == 4 << 20
     """
-    ended = nursery.run(script)
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(script)
 
 
 def test_a_segment_that_outlives_every_module_goes_without_a_word(nursery):

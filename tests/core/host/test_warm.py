@@ -328,8 +328,7 @@ def test_a_process_ends_while_memory_is_still_taken(tmp_path, nursery):
     ckpt = async_ckpt.AsyncCheckpointer(sys.argv[1])
     ckpt.restore({"w": torch.empty(1 << 30, dtype=torch.uint8)})
     """
-    ended = nursery.run(script, tmp_path)
-    assert (ended.status, ended.out, ended.err) == (0, "", "")
+    assert nursery.out_of(script, tmp_path) == ""
 
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="forks as POSIX has them")
@@ -349,8 +348,7 @@ def test_a_forked_child_restores_without_its_parents_memory(tmp_path, nursery):
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
-    ended = nursery.run(script, tmp_path)
-    assert (ended.status, ended.out, ended.err) == (0, "4999999\n0\n", "")
+    assert nursery.out_of(script, tmp_path) == "4999999\n0\n"
 
 
 def test_the_state_is_not_held_by_what_is_done_in_the_background(tmp_path):

@@ -705,8 +705,7 @@ def test_an_archive_takes_little_time_to_be_refused(name, nursery, saved):
                 print("refused", flush=True)
         os._exit(0)  # how an interpreter ends is for other tests
     """
-    ended = nursery.run(code, saved)
-    assert (ended.status, ended.out, ended.err) == (0, "refused\nrefused\n", "")
+    assert nursery.out_of(code, saved) == "refused\nrefused\n"
 
 
 def test_a_newer_format_is_told_apart_from_damage(saved):

@@ -11,7 +11,6 @@ import types
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,6 @@ import async_ckpt
 from async_ckpt import AsyncCheckpointer, StateMismatchError
 from async_ckpt.integrations.dcp import TarStorageWriter
 from async_ckpt.integrations.dcp import restore as restore_dcp
-
-
-@pytest.fixture
-def ckpt(tmp_path: Path) -> Any:
-    with AsyncCheckpointer(tmp_path / "run") as opened:
-        yield opened
 
 
 class History(list):

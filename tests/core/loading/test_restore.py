@@ -16,13 +16,6 @@ from torch import nn
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, NotCommittedError, StateMismatchError
 
-
-@pytest.fixture
-def ckpt(tmp_path: Path) -> Any:
-    with AsyncCheckpointer(tmp_path / "run") as opened:
-        yield opened
-
-
 # --- plain structures --------------------------------------------------------------------------------------------
 
 

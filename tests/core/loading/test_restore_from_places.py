@@ -42,11 +42,6 @@ READS = pytest.mark.parametrize("read", [restored, loaded, mapped])
 
 
 @pytest.fixture
-def roots(tmp_path: Path) -> list[Path]:
-    return [tmp_path / "near", tmp_path / "far"]
-
-
-@pytest.fixture
 def ckpt(roots: list[Path]) -> Iterator[AsyncCheckpointer]:
     """Step 1 is at both places."""
     with open_run(roots) as ckpt:

@@ -2,7 +2,6 @@
 
 import os
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,6 @@ from states import difference, network, restored
 from torch import nn
 
 from async_ckpt import AsyncCheckpointer, RngState, StateMismatchError
-
-
-@pytest.fixture
-def ckpt(tmp_path: Path) -> Any:
-    with AsyncCheckpointer(tmp_path / "run") as opened:
-        yield opened
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:

@@ -42,11 +42,6 @@ def run(worlds, script: str, *roots: object, size: int = 2, more: str = "", **op
     return worlds.run(size, body, **options)
 
 
-@pytest.fixture
-def roots(tmp_path: Path) -> list[Path]:
-    return [tmp_path / "near", tmp_path / "far"]
-
-
 def assert_holds(root: object, *steps: int) -> None:
     """These steps, whole, by itself."""
     assert open_run(root).steps() == list(steps)

@@ -471,11 +471,6 @@ def test_nothing_that_a_step_of_a_newer_version_may_need_is_deleted_and_that_is_
 # --- several roots -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def roots(tmp_path: Path) -> list[Path]:
-    return [tmp_path / "near", tmp_path / "far"]
-
-
 def test_every_root_obeys_the_rules(roots):
     with open_run(roots, keep=Keep(best=("loss", "min", 1))) as ckpt:
         save(ckpt, 1, loss=0.1)

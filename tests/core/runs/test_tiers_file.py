@@ -1,7 +1,6 @@
 """`tiers.json`: what it tells of the places of a run, and what it keeps to itself."""
 
 import json
-from pathlib import Path
 
 import pytest
 from states import open_run, state_at
@@ -10,11 +9,6 @@ from async_ckpt import CorruptCheckpointError, Keep, Naming, Place
 from async_ckpt.core.runs import tiers_file
 from async_ckpt.core.runs.manifest import seal
 from async_ckpt.errors import FormatVersionError
-
-
-@pytest.fixture
-def roots(tmp_path: Path) -> list[Path]:
-    return [tmp_path / "near", tmp_path / "far"]
 
 
 def test_the_first_save_at_a_place_tells_all_places_with_their_options(roots):

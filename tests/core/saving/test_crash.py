@@ -247,9 +247,8 @@ for name, path in log[:num_calls]:
 def test_nothing_is_named_before_it_is_synced_and_every_name_is_synced_before_the_next(tmp_path, nursery):
     """The order that survives a power cut: bytes, name of the archive, name of the commit, and only then the future."""
     root = tmp_path / "run"
-    ended = nursery.run(RECORDING, root)
-    assert (ended.status, ended.err) == (0, "")
-    log = [tuple(line.split(" ", 1)) for line in ended.out.splitlines()]
+    out = nursery.out_of(RECORDING, root)
+    log = [tuple(line.split(" ", 1)) for line in out.splitlines()]
 
     def first(call: str, ending: str, after: int = -1) -> int:
         return next(i for i, (c, p) in enumerate(log) if i > after and c == call and p.endswith(ending))

@@ -121,9 +121,7 @@ def test_a_guarded_save_whose_copy_is_under_way_at_the_end_is_committed(tmp_path
     ckpt = open_run(root, host_bytes=16 << 20, guard=optimizer)
     ckpt.save({"p": p}, step=1)
     """
-    ended = nursery.run(script(body), tmp_path / "run")
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(script(body), tmp_path / "run")
     assert bool((async_ckpt.load(tmp_path / "run")["p"] == 1).all())
 
 
@@ -133,9 +131,7 @@ def test_several_saves_are_drained_at_the_end(tmp_path, nursery):
     for step in range(4):
         ckpt.save(state_at(step, 5), step=step)
     """
-    ended = nursery.run(script(body), tmp_path / "run")
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(script(body), tmp_path / "run")
     assert committed(tmp_path / "run") == [0, 1, 2, 3]
 
 
@@ -172,9 +168,7 @@ def test_a_save_that_fails_at_the_end_is_told_on_stderr_and_is_the_status_unless
 
 def test_a_failure_that_was_looked_at_is_not_told_again(tmp_path, nursery):
     body = "fail_writes(); assert open_run(root).save(state_at(1), step=1).exception() is not None"
-    ended = nursery.run(script(body), tmp_path / "run")
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(script(body), tmp_path / "run")
 
 
 def test_a_failure_long_before_the_end_that_nobody_looked_at_is_told_at_the_end(tmp_path, nursery):
@@ -560,9 +554,7 @@ def test_forked_children_end_cleanly_and_the_saves_of_the_parent_arrive(tmp_path
             assert child.exitcode == 0, child.exitcode
         handle.result()
     """
-    ended = nursery.run(script(body), tmp_path / "run")
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(script(body), tmp_path / "run")
     assert committed(tmp_path / "run") == [0, 1, 2]
 
 
@@ -580,9 +572,7 @@ def test_a_forked_child_saves_with_a_checkpointer_of_its_own(tmp_path, nursery):
     else:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     """
-    ended = nursery.run(script(body), tmp_path)
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(script(body), tmp_path)
     assert committed(tmp_path / "parent") == committed(tmp_path / "child") == [1]
     assert_is_state(async_ckpt.load(tmp_path / "parent.tar"), 1, 5)
     assert_is_state(async_ckpt.load(tmp_path / "child.tar"), 2, 5)
@@ -615,9 +605,7 @@ def test_a_child_forked_in_the_middle_of_another_threads_work_still_saves(tmp_pa
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         go.set()
     """
-    ended = nursery.run(script(body), tmp_path)
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(script(body), tmp_path)
     assert_is_state(async_ckpt.load(tmp_path / "run"), 2, 5)
     assert_is_state(async_ckpt.load(tmp_path / "child.tar"), 2, 5)
 
@@ -642,9 +630,7 @@ def test_a_forked_child_cannot_wait_for_the_parents_save_nor_harm_it(tmp_path, n
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     go.set()
     """
-    ended = nursery.run(script(body), tmp_path)
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(script(body), tmp_path)
     assert committed(tmp_path) == [1]
 
 
@@ -660,7 +646,6 @@ def test_what_comes_when_the_threads_have_been_told_to_end_starts_none_that_woul
     except RuntimeError as error:
         print(error)
     """
-    ended = nursery.run(script(body), tmp_path)
+    out = nursery.out_of(script(body), tmp_path)
 
-    assert (ended.status, ended.err) == (0, "")
-    assert ended.out.splitlines()[0] == "the interpreter is exiting"
+    assert out.splitlines()[0] == "the interpreter is exiting"

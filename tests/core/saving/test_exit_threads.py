@@ -36,9 +36,7 @@ def begin(target):
 
 def test_the_last_save_of_a_python_that_starts_no_thread_any_more_is_committed(tmp_path, nursery):
     body = HEAD + "begin(lambda: open_run(root).save(state_at(1, 30), step=1))"
-    ended = nursery.run(body, tmp_path)
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(body, tmp_path)
     with open_run(tmp_path) as ckpt:
         assert_is_state(ckpt.load(1), 1, 30)
 
@@ -53,9 +51,7 @@ def test_what_is_packed_and_exported_last_is_there_without_new_threads(tmp_path,
         async_ckpt.save(state_at(1, 5), root + "/y.tar")
     begin(last)
     """
-    ended = nursery.run(HEAD + textwrap.dedent(body), tmp_path)
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(HEAD + textwrap.dedent(body), tmp_path)
     assert_is_state(async_ckpt.load(tmp_path / "y.tar"), 1, 5)
     async_ckpt.files.extract(tmp_path / "x.tar", tmp_path / "out")
     assert len(list((tmp_path / "out").iterdir())) == 100

@@ -27,11 +27,6 @@ from async_ckpt.core.timing import monotonic
 from async_ckpt.errors import ConflictError, StorageFullError
 
 
-@pytest.fixture
-def roots(tmp_path: Path) -> list[Path]:
-    return [tmp_path / "near", tmp_path / "far"]
-
-
 @pytest.fixture(autouse=True)
 def _tries_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(movers, "_FIRST_PAUSE_SECONDS", 0.01)

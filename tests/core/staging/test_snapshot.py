@@ -635,9 +635,7 @@ def test_a_process_that_exits_with_one_open_saves_what_it_was_told_to(guarded, t
     part = snap["w"] if sys.argv[2] != "True" else None
     async_ckpt.save(snap, sys.argv[1] + "/x.tar")
     """
-    ended = nursery.run(script, tmp_path, guarded)
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(script, tmp_path, guarded)
     assert bool((async_ckpt.load(tmp_path / "x.tar")["w"] == 1).all())
 
 

@@ -20,12 +20,6 @@ from async_ckpt.core.state import tree
 from async_ckpt.core.state.generators import generator_node
 
 
-@pytest.fixture
-def ckpt(tmp_path: Path) -> Any:
-    with AsyncCheckpointer(tmp_path / "run") as opened:
-        yield opened
-
-
 class Die(random.Random):
     def roll(self) -> int:
         return self.randrange(6)

@@ -25,14 +25,7 @@ from slices import examples
 from states import difference, restored
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, StateMismatchError, UnsupportedStateError
-
-
-@pytest.fixture
-def ckpt(tmp_path: Path) -> Any:
-    with AsyncCheckpointer(tmp_path / "run") as opened:
-        yield opened
-
+from async_ckpt import CorruptCheckpointError, StateMismatchError, UnsupportedStateError
 
 # --- any plain value ----------------------------------------------------------------------------------------------
 

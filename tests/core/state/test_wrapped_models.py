@@ -5,7 +5,6 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,12 +28,6 @@ def group() -> Iterator[None]:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
-
-
-@pytest.fixture
-def ckpt(tmp_path: Path) -> Any:
-    with AsyncCheckpointer(tmp_path / "run") as opened:
-        yield opened
 
 
 def compiled(module: nn.Module) -> Any:

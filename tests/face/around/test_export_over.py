@@ -418,9 +418,7 @@ async_ckpt.export_hf(snap, sys.argv[1] + "/hf")
 async_ckpt.save(snap, sys.argv[1] + "/x.tar")
 state["w"].zero_()
 """
-    ended = nursery.run(script, tmp_path)
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(script, tmp_path)
     for found in (async_ckpt.load(tmp_path / "x.tar"), weights_in(tmp_path / "hf")):
         assert_same(found, {"w": torch.arange(3_000_000)})
     assert_only(tmp_path, "x.tar", "hf")

@@ -385,9 +385,7 @@ with pack(out / "x.tar") as folder:
 {end}
 """
     )
-    ended = nursery.run(code, out)
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(code, out)
     assert names(out) == ["x.tar"]
     with unpack(out / "x.tar") as folder:
         assert (folder / "a").read_bytes() == b"b" * (30 * MIB)
@@ -491,9 +489,7 @@ folder.handle.result()
 in_child(pack_another)
 """
     )
-    ended = nursery.run(code, out)
-
-    assert (ended.status, ended.out, ended.err) == (0, "", "")
+    assert nursery.out_of(code, out) == ""
     assert names(out) == ["child.tar", "x.tar"]
 
 

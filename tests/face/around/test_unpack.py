@@ -345,9 +345,7 @@ def test_what_a_killed_process_left_is_swept_by_the_next(good, tmp_path, nursery
 
 
 def test_a_forked_child_leaves_its_parents_folder_alone(good, tmp_path, nursery):
-    ended = nursery.run(FORKING, good, tmp_path / "scratch")
-
-    assert (ended.status, ended.out, ended.err) == (0, "[]\n", "")
+    assert nursery.out_of(FORKING, good, tmp_path / "scratch") == "[]\n"
 
 
 # --- stores ----------------------------------------------------------------------------------------------------

@@ -90,9 +90,7 @@ def test_a_function_may_use_threads_and_executors_when_the_process_ends(tmp_path
 
     wrap(save)(STATE, root + "/x")
     """
-    ended = nursery.run(script(body), tmp_path)
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(script(body), tmp_path)
     assert names_below(tmp_path) == ["x/0", "x/1", "x/2"]
 
 
@@ -264,9 +262,7 @@ def test_a_forked_child_wraps_with_memory_of_its_own(tmp_path, nursery):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert torch.equal(kept[0], STATE["w"])
     """
-    ended = nursery.run(forked(body), tmp_path)
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(forked(body), tmp_path)
     for name in ("1", "2", "child", "child-again", "parent", "parent-again"):
         assert_saved(tmp_path / name)
 
@@ -298,9 +294,7 @@ def test_a_child_forked_in_the_middle_of_a_call_still_wraps(tmp_path, nursery):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         go.set()
     """
-    ended = nursery.run(forked(body), tmp_path)
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(forked(body), tmp_path)
     assert_saved(tmp_path / "x")
 
 
@@ -315,7 +309,5 @@ def test_a_destination_that_the_parent_writes_to_is_free_in_a_child(tmp_path, nu
         open(root + "/go", "w").close()
         handle.result()
     """
-    ended = nursery.run(forked(body), tmp_path)
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(forked(body), tmp_path)
     assert_saved(tmp_path / "x" / "state.pt")

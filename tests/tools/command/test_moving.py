@@ -82,11 +82,6 @@ def move(nursery: Nursery, *arguments: Any, env: Any = None) -> Child:
     return nursery.start_module("async_ckpt", "move", *arguments, env=env)
 
 
-@pytest.fixture
-def roots(tmp_path: Path) -> list[Path]:
-    return [tmp_path / "near", tmp_path / "far"]
-
-
 def begun(roots: list[Any], step: int = 1, **options: Any) -> None:
     """A run of several places, of which the last has this step, too."""
     with open_run(roots, **options) as ckpt:

@@ -831,9 +831,7 @@ def test_a_process_that_exits_at_once_publishes_what_it_was_told_to(tmp_path, nu
         state["weight"] += 1
         publisher.publish(state, version)
     """
-    ended = nursery.run(script, tmp_path / "weights")
-
-    assert (ended.status, ended.err) == (0, "")
+    nursery.out_of(script, tmp_path / "weights")
     Subscriber(tmp_path / "weights").pull(tmp_path / "local")
     assert bool((weights_in(tmp_path / "local")["weight"] == 2).all())
 
