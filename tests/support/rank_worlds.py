@@ -175,6 +175,10 @@ class Worlds:
     ) -> list[Ended]:
         return self.start(size, script, **options).ended(killed=killed, patience=patience)
 
+    def told(self, size: int, script: str, **options: Any) -> list[list[Any]]:
+        """What each rank tells."""
+        return [one.told for one in self.run(size, script, **options)]
+
 
 def _free_port() -> int:
     import socket

@@ -41,9 +41,7 @@ def test_a_container_goes_on_in_another_layout(worlds, layouts):
     size, make, new_size, new_make = LAYOUTS[layouts]
     worlds.run(size, SAVE.format(make=make))
 
-    ended = worlds.run(new_size, RESTORE.format(make=new_make))
-
-    assert [one.told for one in ended] == [[1]] * new_size
+    assert worlds.told(new_size, RESTORE.format(make=new_make)) == [[1]] * new_size
     saved, restored = (torch.load(f"{worlds.root}.{name}") for name in ("saved", "restored"))
     assert difference(dict(sorted(restored.items())), dict(sorted(saved.items()))) is None
     assert any("exp_avg" in name for name in saved)
@@ -77,5 +75,4 @@ here.tell([name for name in want if found[name] != want[name]])
 )
 def test_stages_of_a_pipeline_take_their_own_of_what_others_have_saved(worlds, size, own, kind):
     worlds.run(2, SAVE_STAGES.format(kind=kind))
-    ended = worlds.run(size, RESTORE_STAGES.format(own=own, kind=kind))
-    assert [one.told for one in ended] == [[[]]] * size
+    assert worlds.told(size, RESTORE_STAGES.format(own=own, kind=kind)) == [[[]]] * size

@@ -451,9 +451,7 @@ def test_ranks_borrow_the_same_though_some_know_of_a_commit_sooner(worlds):
         first.result(), second.result()
         here.tell([ckpt.save(states[step], step, unchanged=["frozen"]).result().step for step in (3, 4)])
     """
-    ended = worlds.run(2, script)
-
-    assert [one.told for one in ended] == [[[3, 4]]] * 2
+    assert worlds.told(2, script) == [[[3, 4]]] * 2
     assert steps_of(worlds) == [1, 2, 3, 4]
     lent = {step: {one.step for one in run_of(worlds.root).manifest(step).elsewhere} for step in (2, 3, 4)}
     assert lent[2] == set()

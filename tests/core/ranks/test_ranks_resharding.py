@@ -37,9 +37,7 @@ def test_a_model_and_its_optimizer_go_on_in_another_layout(worlds, layouts):
     size, make, new_size, new_make = LAYOUTS[layouts]
     worlds.run(size, SAVE.format(make=make))
 
-    ended = worlds.run(new_size, RESTORE.format(make=new_make))
-
-    assert [one.told for one in ended] == [[1]] * new_size
+    assert worlds.told(new_size, RESTORE.format(make=new_make)) == [[1]] * new_size
     saved, restored = (torch.load(f"{worlds.root}.{name}") for name in ("saved", "restored"))
     assert difference(dict(sorted(restored.items())), dict(sorted(saved.items()))) is None
     assert any("exp_avg" in name for name in saved)
@@ -139,9 +137,7 @@ resume.SEEN_SECONDS = {seconds}
 def test_a_rank_that_sees_an_old_listing_waits_for_the_step_that_rank_0_names(worlds):
     worlds.run(3, TWICE)
 
-    ended = worlds.run(2, AGAIN.format(harm=HIDES.format(looks=6, seconds=60), fallback=False))
-
-    assert [one.told for one in ended] == [[[2, True]]] * 2
+    assert worlds.told(2, AGAIN.format(harm=HIDES.format(looks=6, seconds=60), fallback=False)) == [[[2, True]]] * 2
 
 
 def test_a_rank_that_never_sees_that_step_restores_no_other(worlds):
@@ -159,7 +155,5 @@ def test_a_missing_layout_changes_nothing_but_what_is_read(worlds):
     for path in worlds.root.glob("step_*/layout.*.json"):
         path.unlink()
 
-    ended = worlds.run(2, AGAIN.format(harm="", fallback=False))
-
-    assert [one.told for one in ended] == [[[2, True]]] * 2
+    assert worlds.told(2, AGAIN.format(harm="", fallback=False)) == [[[2, True]]] * 2
     assert async_ckpt.load(worlds.root)["step"] == 2

@@ -83,8 +83,7 @@ with open_run(here.root) as ckpt:
 
 
 def test_where_nothing_is_committed(worlds):
-    ended = worlds.run(2, "own_parts = []" + COUNTED + RESTORE)
-    assert [one.told for one in ended] == [[[None, [1, 1, 1, 1, 1]]]] * 2
+    assert worlds.told(2, "own_parts = []" + COUNTED + RESTORE) == [[[None, [1, 1, 1, 1, 1]]]] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -92,9 +91,7 @@ def test_where_nothing_is_committed(worlds):
 def test_where_as_many_ranks_or_others_have_saved(worlds, size, saved_parts):
     worlds.run(2, f"own_parts = {saved_parts}" + COUNTED + SAVE)
 
-    ended = worlds.run(size, "own_parts = []" + COUNTED + RESTORE)
-
-    assert [one.told for one in ended] == [[[1, [1, 1, 1, 1, 1]]]] * size
+    assert worlds.told(size, "own_parts = []" + COUNTED + RESTORE) == [[[1, [1, 1, 1, 1, 1]]]] * size
 
 
 def test_where_a_rank_looks_for_names_that_another_has_saved(worlds):
@@ -112,9 +109,7 @@ def test_where_a_part_that_was_not_saved_contains_the_whole_state(worlds):
     around = 'state["settings"] = {"all": state}\nwith open_run'
     restore = RESTORE.replace("with open_run", around).replace("restore(state)", "restore(state, strict=False)")
 
-    ended = worlds.run(2, "own_parts = []" + COUNTED + restore)
-
-    assert [one.told for one in ended] == [[[1, [1, 1, 1, 1, 1]]]] * 2
+    assert worlds.told(2, "own_parts = []" + COUNTED + restore) == [[[1, [1, 1, 1, 1, 1]]]] * 2
 
 
 def test_where_one_rank_alone_finds_the_newest_step_damaged(worlds):
@@ -134,9 +129,7 @@ def test_where_one_rank_alone_finds_the_newest_step_damaged(worlds):
     here.tell([step, [one.num_taken for one in (state["model"], state["optimizer"], *state["loaders"])]])
     """
 
-    ended = worlds.run(2, "own_parts = []" + COUNTED + textwrap.dedent(script))
-
-    assert [one.told for one in ended] == [[[1, [1, 1, 1, 1]]]] * 2
+    assert worlds.told(2, "own_parts = []" + COUNTED + textwrap.dedent(script)) == [[[1, [1, 1, 1, 1]]]] * 2
 
 
 def test_where_the_newest_step_is_damaged_for_all_and_the_ranks_save_it_anew(worlds):
@@ -158,6 +151,4 @@ def test_where_the_newest_step_is_damaged_for_all_and_the_ranks_save_it_anew(wor
         here.tell([step, saved, ckpt.restore(state)])
     """
 
-    ended = worlds.run(2, "own_parts = []" + COUNTED + textwrap.dedent(script))
-
-    assert [one.told for one in ended] == [[[1, "committed", 2]]] * 2
+    assert worlds.told(2, "own_parts = []" + COUNTED + textwrap.dedent(script)) == [[[1, "committed", 2]]] * 2

@@ -338,9 +338,9 @@ ckpt.close()
 @needs_mount
 def test_each_node_has_so_much_free(tmp_path, worlds):
     with mounted(tmp_path / "node0", f"size={8 * MIB}") as big, mounted(tmp_path / "node1", f"size={6 * MIB}") as small:
-        ended = worlds.run(2, NODES.format(root=str(tmp_path)))
-
-        assert [one.told for one in ended] == [[[f"node{rank}", step] for step in range(1, 9)] for rank in (0, 1)]
+        assert worlds.told(2, NODES.format(root=str(tmp_path))) == [
+            [[f"node{rank}", step] for step in range(1, 9)] for rank in (0, 1)
+        ]
         assert free_at(small) >= 3 * MIB
         for node in (big, small):
             assert sorted(path.name for path in (node / "run").glob("step_*")) == ["step_00000007", "step_00000008"]
