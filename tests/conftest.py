@@ -8,7 +8,6 @@ import signal
 import sys
 import tarfile
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -29,7 +28,7 @@ import durations
 import simulated
 import torch
 from accelerators import Accelerator, Cuda, Simulated
-from buckets import PART
+from buckets import PART, Bucket
 from children import Nursery
 from racing import PATIENCE, Gate
 from rank_worlds import Worlds
@@ -251,11 +250,11 @@ def s3(_authority: None) -> Iterator[Server]:
 
 
 @pytest.fixture
-def bucket(s3: Server) -> str:
+def bucket(s3: Server) -> Bucket:
     """An empty bucket of the test's own."""
-    name = f"bucket-{uuid.uuid4().hex[:12]}"
-    s3.make_bucket(name)
-    return name
+    made = Bucket(s3)
+    s3.make_bucket(made)
+    return made
 
 
 @pytest.fixture

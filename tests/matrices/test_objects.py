@@ -33,7 +33,7 @@ def test_each_fault_is_in_one_column_of_the_table():
 
 def test_an_archive_that_nothing_names_and_an_open_upload_are_found(s3):
     bucket = Bucket(s3)
-    s3.make_bucket(bucket.name)
+    s3.make_bucket(bucket)
     bucket.write(["run/step_00000001/manifest.json"], b'{"name": "a.tar"}')
     bucket.write(["run/step_00000001/a.tar"])
     assert left_in(bucket) is None

@@ -4,16 +4,8 @@ import json
 import textwrap
 
 import pytest
-from buckets import ENGINES, Bucket, OnServer
+from buckets import ENGINES, OnServer
 from states import assert_is_state
-
-
-@pytest.fixture
-def bucket(s3):
-    made = Bucket(s3)
-    s3.make_bucket(made.name)
-    return made
-
 
 HEAD = """
 import json, os, pathlib, signal, sys, tempfile, threading

@@ -9,7 +9,7 @@ from io import UnsupportedOperation
 
 import pytest
 import torch
-from buckets import ENGINES, Bucket, through
+from buckets import ENGINES, through
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from states import SEGMENT, assert_is_state, open_run, state_at
@@ -19,13 +19,6 @@ from async_ckpt import Place, Publisher, StorageFullError, StorageUnavailableErr
 from async_ckpt.stores.proven import place_proof, range_reader
 
 PROBE = ".async_ckpt-probe-"
-
-
-@pytest.fixture
-def bucket(s3) -> Bucket:
-    made = Bucket(s3)
-    s3.make_bucket(made.name)
-    return made
 
 
 def at(bucket, proxy, path, engine="obstore"):
@@ -56,7 +49,7 @@ def test_a_place_is_proved_once_in_a_process_by_few_requests(bucket, proxy, engi
         with open_run(at(bucket, proxy, name, engine)) as ckpt:
             ckpt.save(state_at(1), step=1).result()
     assert of_probes(proxy).count("get_object") == 1
-    assert not [key for key in bucket.server.keys(bucket.name) if PROBE in key]
+    assert not [key for key in bucket.server.keys(bucket) if PROBE in key]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

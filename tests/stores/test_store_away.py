@@ -9,7 +9,6 @@ import pytest
 from buckets import (
     ENGINES,
     PART,
-    Bucket,
     OnServer,
     archive_of,
     no_memory_is_lent,
@@ -26,13 +25,6 @@ from async_ckpt.core.storage import store_facts
 from async_ckpt.errors import ConflictError
 
 pytestmark = pytest.mark.usefixtures("nobody_waits")
-
-
-@pytest.fixture
-def bucket(s3: Any) -> Bucket:
-    made = Bucket(s3)
-    s3.make_bucket(made.name)
-    return made
 
 
 # --- a store that is away -------------------------------------------------------------------------------------

@@ -42,13 +42,6 @@ MULTIPART = ["create_multipart_upload", "upload_part", "complete_multipart_uploa
 pytestmark = pytest.mark.usefixtures("nobody_waits")
 
 
-@pytest.fixture
-def bucket(s3: Any) -> Bucket:
-    made = Bucket(s3)
-    s3.make_bucket(made.name)
-    return made
-
-
 # --- refusals -------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +146,7 @@ def test_a_bucket_that_does_not_exist_is_said_and_never_made(s3, engine):
         ):
             failure(call, "bucket.*does not exist.*create it, or correct the URL")
         no_memory_is_lent(ckpt)
-    assert missing.name not in [bucket["Name"] for bucket in s3.client.list_buckets()["Buckets"]]
+    assert missing not in [bucket["Name"] for bucket in s3.client.list_buckets()["Buckets"]]
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,6 @@ from states import MIB, SEGMENT, assert_is_state, open_run, state_at, weight
 import async_ckpt
 from async_ckpt import Keep, Naming, NotCommittedError, Place, StepBehindError, StepExistsError
 from async_ckpt.testing import FaultyProxy, moto_server
-from async_ckpt.testing.servers import Server
-
-
-@pytest.fixture
-def bucket(s3: Server) -> Bucket:
-    made = Bucket(s3)
-    s3.make_bucket(made.name)
-    return made
 
 
 def _make(request: pytest.FixtureRequest) -> OnServer | InMemory:
@@ -311,7 +303,7 @@ def test_a_filesystem_of_fsspec_is_used_as_it_is(bucket):
         client_kwargs={"region_name": options["region"]},
         skip_instance_cache=True,
     )
-    with open_run(Place(f"{bucket.name}/run", fs=fs), segment_bytes=PART) as ckpt:
+    with open_run(Place(f"{bucket}/run", fs=fs), segment_bytes=PART) as ckpt:
         ckpt.save(state_at(1, 9), step=1).result()
         assert_is_state(ckpt.load(), 1, 9)
     assert_is_state(async_ckpt.load(bucket.place("run")), 1, 9)
@@ -398,7 +390,7 @@ def crowded() -> Iterator[tuple[Bucket, FaultyProxy]]:
         patch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "10")  # a thousand, as S3 has it, would take long to write
         with moto_server() as server, FaultyProxy(server.endpoint) as proxy:
             made = Bucket(server)
-            server.make_bucket(made.name)
+            server.make_bucket(made)
             made.write([f"other/{number:04d}/x" for number in range(11)])
             yield made, proxy
 

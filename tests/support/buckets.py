@@ -2,10 +2,9 @@
 
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 from racing import until
 from states import SEGMENT, is_incidental, open_run
 
@@ -19,15 +18,16 @@ PART = 2 * SEGMENT
 ENGINES = ["obstore", "s3fs"]
 
 
-@dataclass
-class Bucket:
-    """A bucket of its own for one test, looked into behind the library's back."""
+class Bucket(str):
+    """The name of a bucket, which is looked into behind the library's back."""
 
-    server: Server
-    name: str = field(default_factory=lambda: f"bucket-{uuid.uuid4().hex[:12]}")
+    def __new__(cls, server: Server) -> Any:
+        made = super().__new__(cls, f"bucket-{uuid.uuid4().hex[:12]}")
+        made.server = server
+        return made
 
     def url(self, path: str = "") -> str:
-        return f"s3://{self.name}/{path}".rstrip("/")
+        return f"s3://{self}/{path}".rstrip("/")
 
     def place(self, path: str = "", engine: Any = None, **options: Any) -> Place:
         """The same, with what opens it."""
@@ -35,26 +35,26 @@ class Bucket:
 
     def keys(self) -> list[str]:
         """All objects, but for those that tell which processes have had a run."""
-        return [key for key in self.server.keys(self.name) if not is_incidental(key.rpartition("/")[2])]
+        return [key for key in self.server.keys(self) if not is_incidental(key.rpartition("/")[2])]
 
     def uploads(self) -> list[str]:
-        return self.server.uploads(self.name)
+        return self.server.uploads(self)
 
     def read(self, key: str) -> bytes:
-        return self.server.client.get_object(Bucket=self.name, Key=key)["Body"].read()
+        return self.server.client.get_object(Bucket=self, Key=key)["Body"].read()
 
     def write(self, keys: list[str], data: bytes = b"x") -> None:
         def put(key: str) -> None:
-            self.server.client.put_object(Bucket=self.name, Key=key, Body=data)
+            self.server.client.put_object(Bucket=self, Key=key, Body=data)
 
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(put, keys))
 
     def delete(self, key: str) -> None:
-        self.server.client.delete_object(Bucket=self.name, Key=key)
+        self.server.client.delete_object(Bucket=self, Key=key)
 
     def begin_upload(self, key: str) -> None:
-        self.server.client.create_multipart_upload(Bucket=self.name, Key=key)
+        self.server.client.create_multipart_upload(Bucket=self, Key=key)
 
 
 @dataclass
@@ -111,13 +111,6 @@ class InMemory(RunAt):
         from fsspec.implementations.memory import MemoryFileSystem
 
         return bytes(MemoryFileSystem.store[f"{self._root}/{name}"].getvalue())
-
-
-@pytest.fixture
-def bucket(s3: Server) -> Bucket:
-    made = Bucket(s3)
-    s3.make_bucket(made.name)
-    return made
 
 
 def through(proxy: FaultyProxy, bucket: Bucket, **options: Any) -> dict[str, Any]:

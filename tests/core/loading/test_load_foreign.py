@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from archives import flip, little_memory
-from buckets import Bucket, bucket  # noqa: F401
 from damage import NUM_LIES, STATE, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,7 +172,7 @@ def test_a_file_without_tensors_is_an_empty_dict(tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["obstore", "s3fs"])
-def test_a_safetensors_file_of_a_store_is_read(bucket, weights, engine):  # noqa: F811
+def test_a_safetensors_file_of_a_store_is_read(bucket, weights, engine):
     bucket.write(["a/model.safetensors"], weights.read_bytes())
     how = {"engine": engine}
     same(async_ckpt.load(bucket.place("a/model.safetensors", **how)), WEIGHTS)
@@ -209,7 +208,7 @@ def test_what_export_hf_has_written_loads(tmp_path, model, max_shard_bytes, mmap
     assert set(async_ckpt.load(tmp_path / "hf", select="*.bias")) == {"0.bias", "1.bias", "2.bias"}
 
 
-def test_shards_of_a_store_load(bucket, model):  # noqa: F811
+def test_shards_of_a_store_load(bucket, model):
     async_ckpt.export_hf(model, bucket.place("hf"), max_shard_bytes=15_000).result()
     same(async_ckpt.load(bucket.place("hf")), dict(model.state_dict()))
 
@@ -445,7 +444,7 @@ def test_an_extracted_archive_is_verified_as_an_archive_only(tmp_path):
         async_ckpt.verify(extracted(STATE, tmp_path))
 
 
-def test_an_extracted_archive_of_a_store_loads(bucket, tmp_path):  # noqa: F811
+def test_an_extracted_archive_of_a_store_loads(bucket, tmp_path):
     for path in extracted(STATE, tmp_path).iterdir():
         bucket.write([f"folder/{path.name}"], path.read_bytes())
     loaded = async_ckpt.load(bucket.place("folder"))

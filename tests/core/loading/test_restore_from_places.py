@@ -215,7 +215,7 @@ def test_a_damaged_step_is_not_given_up_for_an_older_one_while_a_place_that_may_
 
 def test_a_step_that_a_store_deletes_while_it_is_read_is_not_committed_any_more(s3, monkeypatch):
     bucket = Bucket(s3)
-    s3.make_bucket(bucket.name)
+    s3.make_bucket(bucket)
     with open_run(bucket.place("run")) as ckpt:
         for step in (1, 2):
             ckpt.save(state_at(1), step).result()
@@ -236,7 +236,7 @@ def test_a_step_that_a_store_deletes_while_it_is_read_is_not_committed_any_more(
 @pytest.mark.parametrize("deletes", [True, False])
 def test_what_a_store_loses_while_it_is_read_is_read_from_the_next_place(s3, tmp_path, monkeypatch, deletes):
     bucket = Bucket(s3)
-    s3.make_bucket(bucket.name)
+    s3.make_bucket(bucket)
     with open_run([bucket.place("run"), tmp_path / "far"]) as ckpt:
         everywhere(ckpt, ckpt.save(state_at(1), 1))
         storage = ckpt._roots.runs[0].storage

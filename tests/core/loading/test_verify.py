@@ -22,7 +22,7 @@ import pytest
 import torch
 import zstandard
 from archives import flip, forge_manifest, parsed_index
-from buckets import Bucket, bucket, through  # noqa: F401
+from buckets import through
 from damage import STATE
 from rank_oracle import run_of
 from states import assert_is_state, difference, noise, open_run, state_at
@@ -616,7 +616,7 @@ def test_an_interrupt_ends_it(large, monkeypatch):
 # --- stores ------------------------------------------------------------------------------------------------------
 
 
-def test_an_archive_of_a_store_is_read_once(bucket, proxy):  # noqa: F811
+def test_an_archive_of_a_store_is_read_once(bucket, proxy):
     given = through(proxy, bucket)
     saved = async_ckpt.save(large_state(), Place(bucket.url("x.tar"), options=given)).result()
     before = len(proxy.requests)
@@ -628,7 +628,7 @@ def test_an_archive_of_a_store_is_read_once(bucket, proxy):  # noqa: F811
     assert sum(end + 1 - begin for begin, end in spans if end - begin >= 1024) == saved.num_bytes
 
 
-def test_a_run_of_a_store_is_verified_and_its_damage_found(bucket):  # noqa: F811
+def test_a_run_of_a_store_is_verified_and_its_damage_found(bucket):
     with open_run(bucket.place("run"), keep=None) as ckpt:
         for step in (1, 2):
             ckpt.save(state_at(step), step=step)
@@ -645,11 +645,7 @@ def test_a_run_of_a_store_is_verified_and_its_damage_found(bucket):  # noqa: F81
 
 
 @pytest.mark.parametrize("engine", ["obstore", "s3fs"])
-def test_an_archive_of_a_store_that_is_replaced_while_it_is_read_is_an_error(
-    bucket,  # noqa: F811
-    proxy,
-    engine,
-):
+def test_an_archive_of_a_store_that_is_replaced_while_it_is_read_is_an_error(bucket, proxy, engine):
     given = through(proxy, bucket)
     async_ckpt.save(large_state(), Place(bucket.url("x.tar"), options=given)).result()
     third = f"bytes={BLOCK_BYTES + READ_BYTES}-"

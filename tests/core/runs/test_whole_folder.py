@@ -35,7 +35,7 @@ def store(request: pytest.FixtureRequest) -> OnServer | InMemory:
         return InMemory()
     server = request.getfixturevalue("s3")
     bucket = Bucket(server)
-    server.make_bucket(bucket.name)
+    server.make_bucket(bucket)
     return OnServer(bucket, request.param)
 
 

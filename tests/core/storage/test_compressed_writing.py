@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from buckets import bucket  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from racing import PATIENCE, Call, Thrown, appenders, until
@@ -383,7 +382,7 @@ def test_an_object_whose_end_fails_leaves_no_trace(tmp_path):
 
 @pytest.mark.parametrize("engine", ["obstore", "s3fs"])
 @pytest.mark.parametrize("mib", [1, 12])
-def test_a_compressed_save_goes_to_a_bucket_and_is_loaded_by_ranges(bucket, proxy, engine, mib):  # noqa: F811
+def test_a_compressed_save_goes_to_a_bucket_and_is_loaded_by_ranges(bucket, proxy, engine, mib):
     place = bucket.place("runs/x.tar.zst", engine, endpoint=proxy.endpoint)
     noisy = torch.frombuffer(bytearray(noise(mib * MIB)), dtype=torch.uint8)
     state = {"model": {"noisy": noisy, "other": noisy.flip(0)}, "small": {"bias": torch.arange(7.0)}}
@@ -401,7 +400,7 @@ def test_a_compressed_save_goes_to_a_bucket_and_is_loaded_by_ranges(bucket, prox
     assert read < report.destinations[0].num_bytes * 0.75 or mib == 1
 
 
-def test_an_upload_that_breaks_off_is_made_again_while_all_of_it_is_in_memory(bucket, proxy, tmp_path):  # noqa: F811
+def test_an_upload_that_breaks_off_is_made_again_while_all_of_it_is_in_memory(bucket, proxy, tmp_path):
     place = bucket.place(endpoint=proxy.endpoint, retry_config={"max_retries": 0})
     proxy.cut_request(MIB, times=1, kind="upload_part", target=r"partNumber=2\b")
     out = Appender(place.storage(), "x", limit_bytes=1 << 30)
@@ -414,7 +413,7 @@ def test_an_upload_that_breaks_off_is_made_again_while_all_of_it_is_in_memory(bu
     assert bucket.uploads() == []
 
 
-def test_an_upload_that_is_too_far_to_be_made_again_fails_and_leaves_no_trace(bucket, proxy):  # noqa: F811
+def test_an_upload_that_is_too_far_to_be_made_again_fails_and_leaves_no_trace(bucket, proxy):
     place = bucket.place("x.tar.zst", endpoint=proxy.endpoint, retry_config={"max_retries": 0})
     proxy.cut_request(MIB, kind="upload_part", target=r"partNumber=12\b")
     lost = proxy.answer("InternalError", kind="abort_multipart_upload", times=1)
@@ -430,7 +429,7 @@ def test_an_upload_that_is_too_far_to_be_made_again_fails_and_leaves_no_trace(bu
     until(lambda: not appenders())
 
 
-def test_memory_that_somebody_waits_for_comes_back_in_the_moment_in_which_a_part_has_been_sent(bucket, proxy):  # noqa: F811
+def test_memory_that_somebody_waits_for_comes_back_in_the_moment_in_which_a_part_has_been_sent(bucket, proxy):
     storage = bucket.place(endpoint=proxy.endpoint).storage()
     held = proxy.delay(None, kind="upload_part")
     segments = Segments(4, segment_bytes=8 * MIB)
@@ -451,7 +450,7 @@ def test_memory_that_somebody_waits_for_comes_back_in_the_moment_in_which_a_part
     assert bucket.read("x") == b"".join(segments.data)
 
 
-def test_an_object_that_is_given_up_in_the_middle_of_its_upload_leaves_no_trace(bucket, proxy):  # noqa: F811
+def test_an_object_that_is_given_up_in_the_middle_of_its_upload_leaves_no_trace(bucket, proxy):
     storage = bucket.place(endpoint=proxy.endpoint).storage()
     held = proxy.delay(None, kind="upload_part", target=r"partNumber=2\b")
     out = Appender(storage, "x", limit_bytes=1 << 30)

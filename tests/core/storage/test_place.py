@@ -28,7 +28,7 @@ def base(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         return Place(f"/{uuid.uuid4().hex}/base", fs=MemoryFileSystem())
     server: Server = request.getfixturevalue("s3")
     bucket = Bucket(server)
-    server.make_bucket(bucket.name)
+    server.make_bucket(bucket)
     return bucket.place("base", "obstore" if request.param == "bucket" else "s3fs")
 
 

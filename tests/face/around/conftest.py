@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from buckets import bucket  # noqa: F401
 from tarballs import make_tree
 
 

@@ -354,7 +354,7 @@ def test_a_forked_child_leaves_its_parents_folder_alone(good, tmp_path, nursery)
 @pytest.mark.parametrize("engine", ["obstore", "s3fs"])
 def test_an_archive_in_a_bucket_comes_back(bucket, tmp_path, engine):
     data = plain_tar([member("a", os.urandom(20 * MIB)), member("b", b"c")])
-    bucket.server.client.put_object(Bucket=bucket.name, Key="runs/x.tar.gz", Body=data)
+    bucket.server.client.put_object(Bucket=bucket, Key="runs/x.tar.gz", Body=data)
 
     with unpack(bucket.place("runs/x.tar.gz", engine)) as folder:
         assert (folder / "a").read_bytes() == data[512 : 512 + 20 * MIB]
@@ -362,7 +362,7 @@ def test_an_archive_in_a_bucket_comes_back(bucket, tmp_path, engine):
     assert (tmp_path / "out/b").read_bytes() == b"c"
     with pytest.raises(FileNotFoundError, match="no such archive"):
         extract(bucket.place("runs/missing.tar", engine), tmp_path / "missing")
-    bucket.server.client.put_object(Bucket=bucket.name, Key="runs/cut.tar", Body=data[: 12 * MIB])
+    bucket.server.client.put_object(Bucket=bucket, Key="runs/cut.tar", Body=data[: 12 * MIB])
     with pytest.raises(CorruptCheckpointError, match=r"runs/cut\.tar"):
         extract(bucket.place("runs/cut.tar", engine), tmp_path / "cut")
     assert os.listdir(tmp_path) == ["out"]
@@ -370,13 +370,13 @@ def test_an_archive_in_a_bucket_comes_back(bucket, tmp_path, engine):
 
 def test_an_object_that_is_replaced_while_it_is_unpacked_is_said_to_be(bucket, proxy, tmp_path):
     old, new = (plain_tar([member("a", bytes([i]) * (20 * MIB))]) for i in (1, 2))
-    bucket.server.client.put_object(Bucket=bucket.name, Key="x.tar", Body=old)
+    bucket.server.client.put_object(Bucket=bucket, Key="x.tar", Body=old)
     held = proxy.delay(
         None, kind="get_object", times=1, where=lambda r: r.headers["range"].startswith("bytes=16777216-")
     )
     call = Call(lambda: extract(bucket.place("x.tar", endpoint=proxy.endpoint), tmp_path / "out"))
     held.wait()
-    bucket.server.client.put_object(Bucket=bucket.name, Key="x.tar", Body=new)
+    bucket.server.client.put_object(Bucket=bucket, Key="x.tar", Body=new)
     held.clear()
 
     with pytest.raises(StorageUnavailableError, match="replaced"):
@@ -386,7 +386,7 @@ def test_an_object_that_is_replaced_while_it_is_unpacked_is_said_to_be(bucket, p
 
 def test_an_answer_that_breaks_off_is_asked_for_again(bucket, proxy, tmp_path):
     data = plain_tar([member("a", os.urandom(12 * MIB))])
-    bucket.server.client.put_object(Bucket=bucket.name, Key="x.tar", Body=data)
+    bucket.server.client.put_object(Bucket=bucket, Key="x.tar", Body=data)
     proxy.cut_response(100_000, kind="get_object", times=2)
     extract(bucket.place("x.tar", endpoint=proxy.endpoint), tmp_path / "out")
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from buckets import bucket  # noqa: F401
 from dcp_states import (
     CheckpointException,
     TarStorageReader,
@@ -515,7 +514,7 @@ def test_objects_take_trust(step):
     assert load({"x": None}, step, trust=True)["x"].__class__ is Fails
 
 
-def test_a_store_is_as_good_as_a_disk(bucket):  # noqa: F811
+def test_a_store_is_as_good_as_a_disk(bucket):
     state = training()
     place = bucket.place("run/step_00000001")
     save(state, place)

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from buckets import bucket  # noqa: F401
 from dcp_states import dcp, emptied, plain, training
 from megatron_parts import ShardedTensor
 from states import difference, open_run
@@ -155,11 +154,11 @@ def test_only_ranges_are_read(tmp_path, num_read):
     assert 4000 <= sum(num_read.values()) < 32 << 10
 
 
-def test_a_folder_in_a_store_is_read_by_ranges_too(bucket, tmp_path):  # noqa: F811
+def test_a_folder_in_a_store_is_read_by_ranges_too(bucket, tmp_path):
     state = training()
     folder = of_torch(state, tmp_path / "x")
     for name in os.listdir(folder):
-        bucket.server.client.put_object(Bucket=bucket.name, Key=f"old/{name}", Body=(folder / name).read_bytes())
+        bucket.server.client.put_object(Bucket=bucket, Key=f"old/{name}", Body=(folder / name).read_bytes())
     assert difference(plain(async_ckpt.load(bucket.place("old"))), plain(state)) is None
 
 
@@ -581,7 +580,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "x").exists() or os.listdir(tmp_path / "x") == []
 
 
-def test_a_conversion_may_go_to_a_store(bucket, tmp_path):  # noqa: F811
+def test_a_conversion_may_go_to_a_store(bucket, tmp_path):
     state = training()
     async_ckpt.save(state, tmp_path / "x.tar").result()
     to_dcp(tmp_path / "x.tar", bucket.place("x"))

@@ -130,7 +130,7 @@ class RequestAttacker:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             SCENARIOS[name].prepare(self._root(bucket, local))
-        objects = {key: bucket.read(key) for key in self._server.keys(bucket.name)}
+        objects = {key: bucket.read(key) for key in self._server.keys(bucket)}
 
         copied, copy = self._laid_out(_Prepared(objects, local))
         before = len(self._proxy.requests)
@@ -145,9 +145,9 @@ class RequestAttacker:
     def _laid_out(self, prepared: _Prepared) -> tuple[Bucket, Path]:
         """A bucket of its own for each place: a request that comes late finds nothing there that is looked at."""
         bucket, local = Bucket(self._server), self._folder / f"place-{next(self._numbers)}"
-        self._server.make_bucket(bucket.name)
+        self._server.make_bucket(bucket)
         for key, data in prepared.objects.items():
-            self._server.client.put_object(Bucket=bucket.name, Key=key, Body=data)
+            self._server.client.put_object(Bucket=bucket, Key=key, Body=data)
         if prepared.local is not None:
             shutil.copytree(prepared.local, local)
         else:
@@ -155,11 +155,11 @@ class RequestAttacker:
         return bucket, local
 
     def _root(self, bucket: Bucket, local: Path) -> Any:
-        return StoreRoot(bucket.name, local, self._server.options)
+        return StoreRoot(bucket, local, self._server.options)
 
     def _run(self, name: str, bucket: Bucket, local: Path, options: Mapping[str, Any]) -> _Ended:
         through = {**self._server.options, "endpoint": self._proxy.endpoint, **options}
-        where = {"bucket": bucket.name, "local": str(local), "options": through}
+        where = {"bucket": bucket, "local": str(local), "options": through}
         notes = self._folder / "notes"
         notes.unlink(missing_ok=True)
         self._proxy.victim = None

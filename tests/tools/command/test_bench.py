@@ -10,7 +10,6 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from buckets import bucket  # noqa: F401
 from commands import documented, run_command, store_options
 from racing import until
 
@@ -40,14 +39,14 @@ def test_a_folder_that_was_not_there_is_gone_again(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_store_is_measured_and_left_as_it_was(bucket):  # noqa: F811
+def test_a_store_is_measured_and_left_as_it_was(bucket):
     store, keys = store_options(bucket.server.options)
     ended = run_command("bench", bucket.url("runs"), *SMALL, *store, "--json", **keys)
     assert ended.returncode == 0, ended.stderr
     rows = {row["name"]: row for row in json.loads(ended.stdout)["rows"]}
     assert {"raw write, multipart", "save until durable", "conditional put of 4 kB"} < {*rows}
     assert "torch.save and fsync" not in rows
-    assert bucket.server.keys(bucket.name) == []
+    assert bucket.server.keys(bucket) == []
     assert bucket.uploads() == []
 
 
@@ -64,7 +63,7 @@ def test_nothing_is_left_when_it_is_interrupted(tmp_path, number):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_left_in_a_store_when_it_is_terminated(bucket):  # noqa: F811
+def test_nothing_is_left_in_a_store_when_it_is_terminated(bucket):
     store, keys = store_options(bucket.server.options)
     command = [sys.executable, "-m", "async_ckpt", "bench", bucket.url("runs"), "--size", "200MB", *store]
     with subprocess.Popen(command, env=os.environ | keys, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
@@ -128,7 +127,7 @@ class LateClock(BaseHTTPRequestHandler):
         pass
 
 
-def test_doctor_compares_the_clock_with_that_of_the_store(bucket):  # noqa: F811
+def test_doctor_compares_the_clock_with_that_of_the_store(bucket):
     store, keys = store_options(bucket.server.options)
     told = json.loads(run_command("doctor", bucket.url("runs"), *store, "--json", **keys).stdout)["findings"]
     assert [(one["verdict"], "agrees" in one["text"]) for one in told if one["subject"] == "clock"] == [("ok", True)]

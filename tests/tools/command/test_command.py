@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from buckets import Bucket, bucket  # noqa: F401
 from commands import documented, in_process, in_terminal, run_command, store_options
 from exported import gpt2
 from published import Line, flip
@@ -114,7 +113,7 @@ def test_a_path_that_is_there_is_no_step_of_a_run(root, tmp_path):
     assert [row["step"] for row in documented("ls", f"{run}@1")["steps"]] == [1, 2]
 
 
-def test_a_step_of_a_run_in_a_store_is_named_by_its_number(bucket):  # noqa: F811
+def test_a_step_of_a_run_in_a_store_is_named_by_its_number(bucket):
     with open_run(bucket.place("run")) as ckpt:
         ckpt.save({"epoch": 7}, 3).result()
     options, keys = store_options(bucket.server.options)
@@ -226,7 +225,7 @@ def test_saves_that_have_failed_and_cleaned_up_are_listed_from_the_history(tmp_p
     assert run_command("ls", tmp_path / "b").returncode == 1
 
 
-def test_names_of_other_things_in_a_bucket_are_no_steps(bucket):  # noqa: F811
+def test_names_of_other_things_in_a_bucket_are_no_steps(bucket):
     with async_ckpt.AsyncCheckpointer(bucket.place("run")) as ckpt:
         ckpt.save({"w": torch.ones(3)}, 1).result()
     bucket.write([f"run/{name}" for name in FOREIGN_NAMES], b"x")

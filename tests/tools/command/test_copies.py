@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from archives import forge_manifest
-from buckets import bucket  # noqa: F401
 from commands import documented, run_command, store_options
 from folders import read as tree_of
 from published import flip
@@ -172,7 +171,7 @@ def test_a_step_of_four_ranks_is_copied_with_all_its_archives(tmp_path):
     assert len(list((tmp_path / "b").rglob("*.tar"))) == 4
 
 
-def test_a_run_goes_to_a_bucket_and_back(tmp_path, source, bucket):  # noqa: F811
+def test_a_run_goes_to_a_bucket_and_back(tmp_path, source, bucket):
     place = bucket.place("runs/b")
     at, keys = store_options(place.options)
     assert run_command("cp", source, place.url, *at, **keys).returncode == 0
@@ -181,7 +180,7 @@ def test_a_run_goes_to_a_bucket_and_back(tmp_path, source, bucket):  # noqa: F81
     assert_is_copy(tmp_path / "back", [1, 2, 3, 4])
 
 
-def test_two_stores_may_have_different_endpoints(source, bucket):  # noqa: F811
+def test_two_stores_may_have_different_endpoints(source, bucket):
     place = bucket.place("runs/b")
     _, keys = store_options(place.options)
     with open_run(bucket.place("runs/a")) as ckpt:
@@ -322,7 +321,7 @@ def test_two_copies_to_one_root_at_once_leave_one_whole_run(tmp_path, source):
     assert leftovers(tmp_path / "b") == []
 
 
-def test_two_copies_to_one_bucket_at_once_leave_one_whole_run(source, bucket):  # noqa: F811
+def test_two_copies_to_one_bucket_at_once_leave_one_whole_run(source, bucket):
     place = bucket.place("runs/b")
     at, keys = store_options(place.options)
     command = [sys.executable, "-m", "async_ckpt", "cp", str(source), place.url, *at]

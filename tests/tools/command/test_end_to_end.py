@@ -53,7 +53,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         return
     server = request.getfixturevalue("s3" if request.param == "moto" else "rclone")
     bucket = Bucket(server)
-    server.make_bucket(bucket.name)
+    server.make_bucket(bucket)
     for name, key in store_options(server.options)[1].items():
         monkeypatch.setenv(name, key)
     yield bucket.place("there")

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from buckets import Bucket, bucket  # noqa: F401
 from commands import run_command, store_options
 from states import open_run
 
@@ -160,7 +159,7 @@ def test_a_step_that_the_history_does_not_know_has_no_times_at_any_face(tmp_path
         assert (save["total_seconds"], save["stall_seconds"], save["num_bytes"]) == (None, None, row["num_bytes"])
 
 
-def test_all_faces_of_a_save_to_a_store_have_the_same_figures(bucket):  # noqa: F811
+def test_all_faces_of_a_save_to_a_store_have_the_same_figures(bucket):
     with async_ckpt.AsyncCheckpointer(bucket.place("run")) as ckpt:
         reports = [ckpt.save({"m": torch.ones(step * 10_000)}, step).result() for step in (1, 2)]
     options, keys = store_options(bucket.server.options)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from buckets import Bucket, bucket  # noqa: F401
 from commands import documented, run_command, store_options
 from published import flip
 from states import open_run
@@ -90,7 +89,7 @@ def test_ls_of_a_folder_names_the_broken_steps_of_each_run(folder):
     assert [line.split()[-1] for line in lines if line.startswith(("a ", "sweep/b"))] == ["2", "1"]
 
 
-def test_ls_finds_runs_in_a_store(bucket):  # noqa: F811
+def test_ls_finds_runs_in_a_store(bucket):
     for name in ("x/a", "x/y/b"):
         with open_run(bucket.place(name)) as ckpt:
             ckpt.save({"w": torch.ones(3)}, 1).result()

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from buckets import bucket  # noqa: F401
 from commands import documented, run_command, store_options
 from exported import gpt2
 from folders import read as tree_of
@@ -190,7 +189,7 @@ def test_a_step_of_four_ranks_becomes_one_state(tmp_path):
     }
 
 
-def test_a_run_in_a_bucket_becomes_a_local_file_and_the_other_way_round(tmp_path, bucket):  # noqa: F811
+def test_a_run_in_a_bucket_becomes_a_local_file_and_the_other_way_round(tmp_path, bucket):
     place = bucket.place("runs/a")
     with open_run(place) as ckpt:
         ckpt.save(state(), 3).result()
@@ -204,7 +203,7 @@ def test_a_run_in_a_bucket_becomes_a_local_file_and_the_other_way_round(tmp_path
         == 0
     )
     assert run_command("diff", place.url, bucket.url("t.tar"), *at, **env).returncode == 0
-    bucket.server.client.put_object(Bucket=bucket.name, Key="t.pt", Body=(tmp_path / "t.pt").read_bytes())
+    bucket.server.client.put_object(Bucket=bucket, Key="t.pt", Body=(tmp_path / "t.pt").read_bytes())
     assert run_command("diff", bucket.url("t.pt"), bucket.url("t.tar"), *at, **env).returncode == 0
     ended = run_command("convert", place.url, bucket.url("t_dcp"), "--as", "dcp", *at, **env)
     assert (ended.returncode, "local path" in ended.stderr) == (2, True)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from buckets import bucket  # noqa: F401
 from commands import documented, in_terminal, run_command, store_options
 from folders import read as tree_of
 from slices import some
@@ -198,7 +197,7 @@ def test_a_run_of_a_living_process_is_refused(tmp_path, nursery):
     assert_is_run(root, [3])
 
 
-def test_a_store_cannot_tell_who_lives_and_says_so(bucket, nursery):  # noqa: F811
+def test_a_store_cannot_tell_who_lives_and_says_so(bucket, nursery):
     place = bucket.place("runs/a")
     child = nursery.start(
         """
@@ -306,11 +305,7 @@ def test_a_training_that_begins_while_it_works_keeps_what_it_goes_on_from(
     ],
 )
 def test_at_a_store_it_stops_where_a_training_has_begun_and_puts_back_what_that_may_need(
-    bucket,  # noqa: F811
-    nursery,
-    monkeypatch,
-    name,
-    path,
+    bucket, nursery, monkeypatch, name, path
 ):
     place = bucket.place("runs/a")
     lending_run(place)

@@ -289,11 +289,11 @@ def test_what_a_training_hears_has_arrived_is_restored_from_there_whenever_mover
 
 
 @pytest.fixture
-def store(s3: Any, bucket: str, monkeypatch: Any) -> Bucket:
+def store(s3: Any, bucket: Bucket, monkeypatch: Any) -> Bucket:
     """A bucket whose server and keys every process finds in its environment."""
     for name, value in environment_of(s3).items():
         monkeypatch.setenv(name, value)
-    return Bucket(s3, bucket)
+    return bucket
 
 
 def test_a_mover_that_is_killed_in_an_upload_is_followed_by_another_which_goes_on(nursery, store, proxy, tmp_path):

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from buckets import Bucket, bucket  # noqa: F401
 from commands import documented, run_command, store_options
 from states import open_run
 
@@ -216,7 +215,7 @@ def test_an_output_that_cannot_be_is_said(root, tmp_path, output, status, said):
     assert said in ended.stderr
 
 
-def test_a_page_of_a_bucket_goes_to_a_bucket(bucket, tmp_path):  # noqa: F811
+def test_a_page_of_a_bucket_goes_to_a_bucket(bucket, tmp_path):
     with open_run(bucket.place("run")) as ckpt:
         ckpt.save({"w": torch.ones(10)}, 1).result()
     options, keys = store_options(bucket.place().options or {})

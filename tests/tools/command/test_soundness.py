@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from buckets import Bucket, bucket  # noqa: F401
 from commands import documented, in_terminal, run_command, store_options
 from exported import gpt2
 from published import Line, flip
@@ -145,7 +144,7 @@ def test_a_step_of_ranks_is_broken_where_one_archive_of_them_or_of_the_lender_is
         assert documented("verify", root, status=1)["damaged"] == [1]
 
 
-def test_a_borrowed_archive_that_is_gone_from_a_bucket_is_found(bucket):  # noqa: F811
+def test_a_borrowed_archive_that_is_gone_from_a_bucket_is_found(bucket):
     base = {"w": torch.ones(9)}
     with async_ckpt.AsyncCheckpointer(bucket.place("run")) as ckpt:
         for step in (1, 2):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from buckets import Bucket, bucket  # noqa: F401
 from commands import documented, run_command, store_options
 from published import flip
 from states import open_run
@@ -179,7 +178,7 @@ def test_convert_names_what_it_leaves_out_of_a_checkpoint(tmp_path):
     }
 
 
-def test_checkpoints_go_to_a_store_and_come_back(bucket, tmp_path):  # noqa: F811
+def test_checkpoints_go_to_a_store_and_come_back(bucket, tmp_path):
     folder = witness("transformers_own", tmp_path)
     options, keys = store_options(bucket.server.options)
     url = bucket.url("trainer")
