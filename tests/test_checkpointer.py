@@ -15,12 +15,7 @@ from scripted_disk import scripted
 from states import MIB, SEGMENT, assert_is_state, leftovers, names_below, open_run, state_at, weight
 
 import async_ckpt
-from async_ckpt import (
-    AsyncCheckpointer,
-    ClosedError,
-    StorageFullError,
-    StorageUnavailableError,
-)
+from async_ckpt import AsyncCheckpointer, ClosedError, StorageFullError, StorageUnavailableError
 
 FULL = StorageFullError("the disk is full", path="/ckpt", needed_bytes=2, free_bytes=1)
 

@@ -12,15 +12,7 @@ import s3fs
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from fsspec_places import (
-    KINDS,
-    NUMBERS,
-    SEGMENT,
-    keeps_folders,
-    place_of,
-    s3fs_of,
-    storage_for,
-)
+from fsspec_places import KINDS, NUMBERS, SEGMENT, keeps_folders, place_of, s3fs_of, storage_for
 from racing import PATIENCE, Call
 from states import MIB
 

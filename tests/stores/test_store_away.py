@@ -6,14 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from buckets import (
-    ENGINES,
-    PART,
-    OnServer,
-    archive_of,
-    no_memory_is_lent,
-    through,
-)
+from buckets import ENGINES, PART, OnServer, archive_of, no_memory_is_lent, through
 from faulty import AWAY, BIG, FORBIDDEN, NO_RETRIES, SOON, TROUBLE, Far, failure
 from racing import PATIENCE, Call, until
 from slices import some

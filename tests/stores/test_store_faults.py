@@ -14,13 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from buckets import (
-    ENGINES,
-    PART,
-    Bucket,
-    RunAt,
-    no_memory_is_lent,
-)
+from buckets import ENGINES, PART, Bucket, RunAt, no_memory_is_lent
 from faulty import AWAY, BIG, FORBIDDEN, NO_RETRIES, SOON, TROUBLE, Far, failure
 from slices import some
 from states import MIB, SEGMENT, assert_is_state, open_run, state_at

@@ -7,14 +7,7 @@ from typing import Any
 
 import torch
 from accelerated import stay_on_processors
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    PrinterCallback,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, TrainerCallback, TrainingArguments, set_seed
 
 from async_ckpt import files
 from async_ckpt.integrations.transformers import AsyncCheckpointing

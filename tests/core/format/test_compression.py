@@ -24,14 +24,7 @@ from slices import examples
 from states import MIB, assert_is_state, difference, noise, state_at
 
 import async_ckpt
-from async_ckpt import (
-    CorruptCheckpointError,
-    StorageFullError,
-    Zstd,
-    load,
-    save,
-    unpack,
-)
+from async_ckpt import CorruptCheckpointError, StorageFullError, Zstd, load, save, unpack
 from async_ckpt.core.format.zstd import FOOTER_BYTES, ZstdFrame, dump, parse, table_bytes
 from async_ckpt.core.saving.planner import pool_for
 from async_ckpt.core.storage.compressed import ZstdReader

@@ -20,13 +20,7 @@ from states import difference
 from torch import nn
 
 import async_ckpt
-from async_ckpt import (
-    AsyncCheckpointer,
-    CorruptCheckpointError,
-    Keep,
-    NotCommittedError,
-    StorageUnavailableError,
-)
+from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, Keep, NotCommittedError, StorageUnavailableError
 from async_ckpt.core.loading import load as load_module
 from async_ckpt.core.loading.archives import find
 from async_ckpt.core.loading.archives.archive import OpenArchive

@@ -13,13 +13,7 @@ from scripted_disk import scripted
 from states import assert_is_state, everywhere, is_incidental, names_below, open_run, records, state_at
 
 import async_ckpt
-from async_ckpt import (
-    AsyncCheckpointer,
-    Keep,
-    Naming,
-    Place,
-    StorageUnavailableError,
-)
+from async_ckpt import AsyncCheckpointer, Keep, Naming, Place, StorageUnavailableError
 from async_ckpt.core.runs.naming import Tracker
 from async_ckpt.core.runs.record import RECORD_BYTES
 

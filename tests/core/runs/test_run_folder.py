@@ -11,11 +11,7 @@ from scripted_disk import scripted
 from states import assert_is_state, footprint, leftovers, names_below, open_run, records, state_at
 
 import async_ckpt
-from async_ckpt import (
-    CorruptCheckpointError,
-    Naming,
-    NotCommittedError,
-)
+from async_ckpt import CorruptCheckpointError, Naming, NotCommittedError
 from async_ckpt.core.runs import manifest
 
 # --- what lies where -------------------------------------------------------------------------------------------

@@ -20,12 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from trained_ranks import own_values, trained
 
 import async_ckpt
-from async_ckpt import (
-    CorruptCheckpointError,
-    NotCommittedError,
-    StateMismatchError,
-    StorageFullError,
-)
+from async_ckpt import CorruptCheckpointError, NotCommittedError, StateMismatchError, StorageFullError
 from async_ckpt.core.host.memory import HostBuffer
 from async_ckpt.errors import UntrustedObjectError
 from async_ckpt.face.around import merge as merging

@@ -19,13 +19,7 @@ from racing import PATIENCE, Thrown, until
 from states import MIB
 from tarballs import look
 
-from async_ckpt import (
-    CheckpointError,
-    NothingWrittenError,
-    StorageUnavailableError,
-    pack,
-    unpack,
-)
+from async_ckpt import CheckpointError, NothingWrittenError, StorageUnavailableError, pack, unpack
 from async_ckpt.core.storage.local import LocalSink
 from async_ckpt.face.around.pack import files_saver
 from async_ckpt.files import extract, pack_folder

@@ -23,14 +23,7 @@ from slices import examples
 from states import MIB
 from tarballs import gnu_tar, in_names, look, tar, with_holes
 
-from async_ckpt import (
-    StorageFullError,
-    StorageUnavailableError,
-    TornSnapshotError,
-    UnsupportedStateError,
-    pack,
-    unpack,
-)
+from async_ckpt import StorageFullError, StorageUnavailableError, TornSnapshotError, UnsupportedStateError, pack, unpack
 from async_ckpt.core.format.tar_of_files import Tarball, TarEntry, stays_inside
 from async_ckpt.core.host.pool import Lease, SegmentPool
 from async_ckpt.core.host.threads import Crew

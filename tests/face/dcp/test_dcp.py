@@ -35,12 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _load_state_dict_from_keys
 
 import async_ckpt
-from async_ckpt import (
-    CorruptCheckpointError,
-    NotCommittedError,
-    StepExistsError,
-    UnsupportedStateError,
-)
+from async_ckpt import CorruptCheckpointError, NotCommittedError, StepExistsError, UnsupportedStateError
 
 
 @pytest.fixture

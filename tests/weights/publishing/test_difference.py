@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 from states import MIB
 
 from async_ckpt.weights import delta
-from async_ckpt.weights.delta import (
-    DeltaFields,
-    VersionIndex,
-    folder_of,
-    identity_of,
-    parse,
-    structure_of,
-    version_of,
-)
+from async_ckpt.weights.delta import DeltaFields, VersionIndex, folder_of, identity_of, parse, structure_of, version_of
 from async_ckpt.weights.publishing import difference
 from async_ckpt.weights.publishing.difference import WrongBaseError, apply, checksum_of, encode
 

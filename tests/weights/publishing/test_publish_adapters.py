@@ -5,17 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from exported import (
-    SMALL,
-    LoraConfig,
-    PeftModel,
-    Tensors,
-    assert_same,
-    spoil,
-    state_of,
-    transformers,
-    weights_in,
-)
+from exported import SMALL, LoraConfig, PeftModel, Tensors, assert_same, spoil, state_of, transformers, weights_in
 from published import changed, edit, weights_below
 from states import open_run
 
