@@ -12,7 +12,7 @@ import pytest
 import torch
 from racing import PATIENCE, Call, Thrown, until
 from scripted_disk import scripted
-from states import MIB, SEGMENT, assert_is_state, leftovers, names_below, open_run, state_at, weight
+from states import MIB, SEGMENT, assert_is_state, leftovers, names_below, open_run, save_into, state_at, weight
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, ClosedError, StorageFullError, StorageUnavailableError
@@ -541,8 +541,7 @@ def test_a_root_that_is_a_file_is_refused(tmp_path):
 
 
 def test_a_file_url_is_a_path(tmp_path):
-    with open_run(f"file://{tmp_path}/with%20space") as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(f"file://{tmp_path}/with%20space", 1)
 
     assert_is_state(async_ckpt.load(tmp_path / "with space"), 1)
 

@@ -12,7 +12,7 @@ import torch
 from buckets import ENGINES, through
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
-from states import SEGMENT, assert_is_state, open_run, state_at
+from states import SEGMENT, assert_is_state, open_run, save, save_into, state_at
 
 import async_ckpt
 from async_ckpt import Place, Publisher, StorageFullError, StorageUnavailableError
@@ -43,11 +43,9 @@ def test_a_place_is_proved_once_in_a_process_by_few_requests(bucket, proxy, engi
         asked = of_probes(proxy)
         assert len(asked) <= 5 + 4 + 3
         assert asked.count("get_object") == 1
-        for step in (2, 3):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, 2, 3)
     for name in ("runs/b", "runs/c"):
-        with open_run(at(bucket, proxy, name, engine)) as ckpt:
-            ckpt.save(state_at(1), step=1).result()
+        save_into(at(bucket, proxy, name, engine), 1)
     assert of_probes(proxy).count("get_object") == 1
     assert not [key for key in bucket.server.keys(bucket) if PROBE in key]
 
@@ -181,8 +179,7 @@ def test_a_single_archive_needs_no_listing_and_no_replacement(odd):
 def test_where_a_rename_replaces_nothing_the_old_file_goes_first(odd, caplog):
     place = odd("replacing")
     with caplog.at_level(logging.WARNING, "async_ckpt"), open_run(place, keep=2) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, 1, 2, 3)
         ckpt.save(state_at(9), step=3, overwrite=True).result()
         ckpt.wait()
     assert place.fs.cat_file("run/latest") == b"step_00000003\n"
@@ -215,8 +212,7 @@ def test_the_old_file_is_there_again_when_the_new_one_does_not_follow(odd):
 @pytest.mark.parametrize("lacks", [("ranges",), ("ranges", "seeking")])
 def test_a_client_that_ignores_ranges_is_read_all_the_same(odd, lacks, caplog, scratch):
     with caplog.at_level(logging.WARNING, "async_ckpt"), open_run(odd(*lacks), segment_bytes=SEGMENT) as ckpt:
-        for step in (1, 2):
-            ckpt.save(state_at(step, 9), step=step).result()
+        save(ckpt, 1, 2, mib=9)
         assert_is_state(ckpt.load(), 2, 9)
     place = odd(*lacks)
     assert_is_state(async_ckpt.load(place), 2, 9)

@@ -15,7 +15,7 @@ import torch
 from buckets import ENGINES, PART, Bucket, InMemory, OnServer, RunAt, archive_of, no_memory_is_lent
 from racing import Call, until
 from slices import some
-from states import MIB, SEGMENT, assert_is_state, open_run, state_at, weight
+from states import MIB, SEGMENT, assert_is_state, open_run, save, save_into, state_at, weight
 
 import async_ckpt
 from async_ckpt import Keep, Naming, NotCommittedError, Place, StepBehindError, StepExistsError
@@ -61,8 +61,7 @@ def test_what_was_saved_comes_back(place, mib):
 
 def test_a_run_holds_its_archives_manifests_tracker_and_journal_and_nothing_else(place):
     with place.run() as ckpt:
-        for step in (1, 2):
-            ckpt.save(state_at(step, 9), step=step).result()
+        save(ckpt, 1, 2, mib=9)
     names = place.names()
     archives = [archive_of(names, step) for step in (1, 2)]
     manifests = [f"step_{step:08d}/manifest.json" for step in (1, 2)]
@@ -108,8 +107,7 @@ def test_an_empty_place_is_an_empty_run_and_stays_untouched(some_place):
 @pytest.mark.parametrize("mib", [1, 25])
 def test_restore_fills_live_tensors_in_place(place, mib):
     with place.run() as ckpt:
-        ckpt.save(state_at(1, mib), step=1).result()
-        ckpt.save(state_at(2, mib), step=2).result()
+        save(ckpt, 1, 2, mib=mib)
         live = state_at(0, mib)
         tensors = dict(live["model"])
         assert ckpt.restore(live) == 2
@@ -139,8 +137,7 @@ def test_a_part_of_the_state_may_be_selected(some_place):
 
 def test_retention_deletes_old_steps_whole(place):
     with place.run(keep=Keep(last=2, every=2)) as ckpt:
-        for step in range(1, 7):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, *range(1, 7))
         ckpt.wait()
         assert ckpt.steps() == [2, 4, 5, 6]
         for step in (2, 4, 5, 6):
@@ -154,8 +151,7 @@ def test_retention_deletes_old_steps_whole(place):
 
 def test_overwriting_replaces_a_step_and_deletes_what_it_was(place):
     with place.run() as ckpt:
-        ckpt.save(state_at(1), step=1).result()
-        ckpt.save(state_at(2), step=2).result()
+        save(ckpt, 1, 2)
         old = archive_of(place.names(), 2)
         ckpt.save(state_at(7), step=2, overwrite=True).result()
         ckpt.wait()
@@ -172,8 +168,7 @@ def test_a_step_that_is_not_there_may_be_overwritten_too(some_place):
 
 def test_a_rollback_takes_newer_steps_out_of_the_run(place):
     with place.run() as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, 1, 2, 3)
     with place.run(on_rollback="retire") as ckpt:
         live = state_at(0)
         assert ckpt.restore(live, step=1) == 1
@@ -189,8 +184,7 @@ def test_a_rollback_takes_newer_steps_out_of_the_run(place):
 
 def test_a_rollback_without_leave_to_retire_is_refused(some_place):
     with some_place.run() as ckpt:
-        for step in (1, 2):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, 1, 2)
         before = some_place.names()
         assert ckpt.restore(state_at(0), step=1) == 1
         with pytest.raises(StepBehindError):
@@ -200,8 +194,7 @@ def test_a_rollback_without_leave_to_retire_is_refused(some_place):
 
 def test_load_takes_a_run_a_step_and_an_archive(place):
     with place.run() as ckpt:
-        for step in (1, 2):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, 1, 2)
     assert_is_state(place.load(), 2)
     assert_is_state(place.load("step_00000001"), 1)
     assert_is_state(place.load(archive_of(place.names(), 1)), 1)
@@ -217,8 +210,7 @@ def test_what_is_not_there_is_a_file_not_found(place):
 def test_a_manifest_without_its_archive_is_corrupt_and_passed_over(bucket):
     place = OnServer(bucket, "obstore")
     with place.run() as ckpt:
-        for step in (1, 2):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, 1, 2)
         ckpt.wait()
         bucket.delete(f"runs/a/{archive_of(place.names(), 2)}")
         with pytest.raises(async_ckpt.CorruptCheckpointError):
@@ -273,8 +265,7 @@ def test_a_whole_bucket_may_be_the_root(bucket, engine, slash):
     place = Place(bucket.url() + slash, options=bucket.server.options, engine=engine)
     with open_run(place, keep=1, segment_bytes=PART) as ckpt:
         assert ckpt.root == bucket.url()
-        for step in (1, 2):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, 1, 2)
         ckpt.wait()
         assert ckpt.steps() == [2]
         assert_is_state(ckpt.load(), 2)
@@ -328,16 +319,13 @@ def test_disk_and_store_hold_the_same_bytes(bucket, tmp_path, engine):
 
 def test_a_store_and_memory_may_be_two_roots(bucket):
     roots = [bucket.place("run"), f"memory://{uuid.uuid4().hex}"]
-    with open_run(roots, segment_bytes=PART) as ckpt:
-        ckpt.save(state_at(1, 9), step=1).result()
+    save_into(roots, 1, mib=9, segment_bytes=PART)
     for root in roots:
         assert_is_state(async_ckpt.load(root), 1, 9)
 
 
 def test_a_root_that_was_added_later_is_caught_up(bucket, tmp_path):
-    with open_run(tmp_path) as ckpt:
-        for step in (1, 2):
-            ckpt.save(state_at(step, 9), step=step).result()
+    save_into(tmp_path, 1, 2, mib=9)
     place = OnServer(bucket, "obstore")
     with open_run([tmp_path, place.place], segment_bytes=PART) as ckpt:
         assert ckpt.catch_up() == {str(tmp_path): [], place.url: [2, 1]}

@@ -68,10 +68,16 @@ def everywhere(ckpt: AsyncCheckpointer, handle: SaveHandle) -> SaveReport:
     return report
 
 
-def save(ckpt: AsyncCheckpointer, *steps: int, **options: Any) -> None:
+def save(ckpt: AsyncCheckpointer, *steps: int, mib: int = 1, **options: Any) -> None:
     """Save these steps one after the other, each everywhere before the next."""
     for step in steps:
-        everywhere(ckpt, ckpt.save(state_at(step), step=step, **options))
+        everywhere(ckpt, ckpt.save(state_at(step, mib), step=step, **options))
+
+
+def save_into(root: str | os.PathLike[str] | Place | list[Any], *steps: int, mib: int = 1, **options: Any) -> None:
+    """Open a run, `save` these steps into it and close it."""
+    with open_run(root, **options) as ckpt:
+        save(ckpt, *steps, mib=mib)
 
 
 def restored(ckpt: AsyncCheckpointer, saved: Any, live: Any, **how: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from racing import PATIENCE, Gate, Thrown, until
 from scripted_disk import scripted
-from states import open_run, state_at
+from states import open_run, save_into, state_at
 
 import async_ckpt
 from async_ckpt import NotCommittedError, StorageUnavailableError
@@ -74,16 +74,14 @@ def test_each_kind_of_operation_is_told_with_its_run_its_step_and_its_report(tmp
 
 def test_a_run_at_several_roots_is_told_with_all_of_them_and_goes_by_the_first(tmp_path, told):
     roots = [str(tmp_path / "a"), str(tmp_path / "b")]
-    with open_run(roots) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(roots, 1)
 
     (ended,) = told()
     assert (ended.roots, ended.run) == (tuple(roots), roots[0])
 
 
 def test_the_parts_of_a_save_lie_within_it(tmp_path, told):
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(tmp_path, 1)
 
     (ended,) = told()
     parts = {part.name: part for part in ended.phases}
@@ -221,8 +219,7 @@ def test_a_closed_listener_is_called_no_more(tmp_path, listening):
     closed = listening(seen.append)
     closed.close()
     closed.close()
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(tmp_path, 1)
 
     assert closed.flush(0.0)
     assert seen == []
@@ -293,8 +290,7 @@ def test_a_listener_is_told_what_the_time_of_a_training_went_to_if_it_asks_for_t
     told: list[Ended] = []
     listening = listen(told.append, hears_all=True)
     try:
-        with open_run(tmp_path) as ckpt:
-            ckpt.save(state_at(1), step=1).result()
+        save_into(tmp_path, 1)
         assert listening.flush(PATIENCE)
     finally:
         listening.close()

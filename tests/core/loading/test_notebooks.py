@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from scripted_disk import scripted
-from states import open_run, state_at
+from states import open_run, save, state_at
 
 import async_ckpt
 from async_ckpt import PullReport, StorageUnavailableError, VerifyReport
@@ -106,8 +106,7 @@ def test_a_history_is_a_picture_above_its_last_events(tmp_path):
 def test_a_history_is_a_data_frame(tmp_path):
     pandas = pytest.importorskip("pandas")
     with open_run(tmp_path) as ckpt:
-        for step in (1, 2):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, 1, 2)
         ckpt.wait()
         frame = pandas.DataFrame(ckpt.history())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from racing import Call, Gate, until
 from scripted_disk import ScriptedStorage, scripted
-from states import assert_is_state, open_run, state_at, weight
+from states import assert_is_state, open_run, save, state_at, weight
 
 from async_ckpt import AsyncCheckpointer, NotCommittedError, StorageUnavailableError
 from async_ckpt.core.staging import snapshot as stager
@@ -385,8 +385,7 @@ def test_a_restore_of_an_older_step_knows_that_the_one_under_way_lies_ahead(tmp_
 
 def test_a_step_that_a_save_under_way_takes_out_of_the_run_is_not_read_any_more(tmp_path):
     with open_run(tmp_path, on_rollback="retire") as ckpt, scripted(ckpt) as disk:
-        for step in (1, 2, 3):
-            ckpt.save(state_at(step), step).result()
+        save(ckpt, 1, 2, 3)
         ckpt.restore(state_at(9), 1)
         disk.stop("put_new", "step_00000002")
         disk.stop("replace", "step_00000002")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from scripted_disk import scripted
-from states import open_run, state_at
+from states import open_run, save_into, state_at
 
 import async_ckpt
 from async_ckpt import StepExistsError
@@ -82,8 +82,7 @@ def test_what_no_launcher_sets_is_refused(tmp_path, monkeypatch, rank, world_siz
     monkeypatch.setenv("WORLD_SIZE", world_size)
     with open_run(tmp_path) as ckpt, pytest.raises(ValueError, match=what):
         ckpt.save(state_at(1), step=1)
-    with open_run(tmp_path, ranks=(0, 1)) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(tmp_path, 1, ranks=(0, 1))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from racing import Call, until
 from scripted_disk import scripted
 from slices import examples
-from states import MIB, assert_is_state, leftovers, names_below, open_run, records, state_at
+from states import MIB, assert_is_state, leftovers, names_below, open_run, records, save_into, state_at
 
 import async_ckpt
 from async_ckpt import (
@@ -83,8 +83,7 @@ def test_when_many_writers_race_for_a_step_one_wins_whole(tmp_path):
     state = async_ckpt.load(tmp_path)
     assert state["number"] == won[0]
     assert bool((state["w"] == won[0]).all())
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(4), step=4).result()
+    save_into(tmp_path, 4)
     assert leftovers(tmp_path) == []
 
 
@@ -328,12 +327,8 @@ def test_with_retire_newer_steps_leave_the_run_and_the_tracker_moves_back(tmp_pa
 
 
 def test_the_archive_of_a_retired_step_survives_a_sweep_and_can_be_brought_back(tmp_path):
-    with open_run(tmp_path, on_rollback="retire") as ckpt:
-        for step in (10, 20):
-            ckpt.save(state_at(step), step=step).result()
-        ckpt.save(state_at(15), step=15).result()
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(16), step=16).result()
+    save_into(tmp_path, 10, 20, 15, on_rollback="retire")
+    save_into(tmp_path, 16)
     (manifest,) = retired(tmp_path, 20)
     manifest.rename(manifest.with_name("manifest.json"))
     for start in tmp_path.glob("start-*.json"):  # by which the run has gone on below it
@@ -462,14 +457,12 @@ def test_a_run_behaves_like_a_dictionary_of_its_commits(tmp_path):
 
 @pytest.mark.parametrize("days", [0, 2])
 def test_receipts_of_ranks_that_were_killed_before_any_archive_go_a_day_later(tmp_path, days):
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(tmp_path, 1)
     receipts = tmp_path / "step_00000001" / "receipts.0123abcd"
     receipts.mkdir()
     receipt = receipts / "00000.json"
     receipt.write_text("")
     then = receipt.stat().st_mtime - days * 24 * 3600 - 60
     os.utime(receipt, (then, then))
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(2), step=2).result()
+    save_into(tmp_path, 2)
     assert receipts.exists() == (days == 0)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from states import assert_is_state, open_run, state_at
+from states import assert_is_state, open_run, save_into, state_at
 
 import async_ckpt
 from async_ckpt.core.runs.journal import parse
@@ -48,8 +48,7 @@ def test_a_batch_that_the_record_names_is_left_as_it_is(tmp_path):
 def test_the_records_of_a_run_that_was_copied_or_moved_lead_into_the_new_place(tmp_path, how):
     """Before anything is saved there, and after; the old place, if it is still there, holds something else by now."""
     old, new = tmp_path / "old", tmp_path / "new"
-    with open_run(old) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(old, 1)
     how(old, new)
     if old.exists():
         with open_run(old) as ckpt:
@@ -58,8 +57,7 @@ def test_the_records_of_a_run_that_was_copied_or_moved_lead_into_the_new_place(t
     assert str(old) not in (new / "checkpoints.jsonl").read_text()
     assert_is_state(async_ckpt.load(new / last_record(new)["state_path"]), 1)
 
-    with open_run(new) as ckpt:
-        ckpt.save(state_at(2), step=2).result()
+    save_into(new, 2)
     assert_is_state(async_ckpt.load(new / last_record(new)["state_path"]), 2)
 
 

@@ -3,14 +3,13 @@
 import json
 import shutil
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from racing import until
 from scripted_disk import scripted
-from states import assert_is_state, everywhere, is_incidental, names_below, open_run, records, state_at
+from states import assert_is_state, everywhere, is_incidental, names_below, open_run, records, save, save_into, state_at
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, Keep, Naming, Place, StorageUnavailableError
@@ -21,12 +20,6 @@ GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
 SKYRL: dict[str, Any] = {"naming": "skyrl"}
 VERL: dict[str, Any] = {"naming": "verl"}
 DEEPSPEED: dict[str, Any] = {"naming": "deepspeed"}
-
-
-def save(root: Path, *steps: int, **options: Any) -> None:
-    with open_run(root, **options) as ckpt:
-        for step in steps:
-            ckpt.save(state_at(step), step=step).result()
 
 
 # --- what the trackers of other programs hold ------------------------------------------------------------------
@@ -45,7 +38,7 @@ def save(root: Path, *steps: int, **options: Any) -> None:
     ids=["default", "SkyRL", "verl", "DeepSpeed", "a number with zeros", "a path"],
 )  # fmt: skip
 def test_a_tracker_holds_what_its_readers_parse_and_reads_back(tmp_path, options, folder, tracker, text):
-    save(tmp_path, 400, 500, keep=1, **options)
+    save_into(tmp_path, 400, 500, keep=1, **options)
 
     assert (tmp_path / tracker).read_text() == text
     found = sorted(path.name for path in tmp_path.iterdir() if not is_incidental(path.name))
@@ -110,9 +103,9 @@ def test_what_a_tracker_reads(text, content, step):
 def test_a_newer_step_that_the_trainer_has_written_stays_until_a_newer_one_is_committed(tmp_path, content):
     tracker = tmp_path / "latest_ckpt_global_step.txt"
     tracker.write_text(content)
-    save(tmp_path, 400, 499, keep=1, **SKYRL)
+    save_into(tmp_path, 400, 499, keep=1, **SKYRL)
     assert tracker.read_text() == content
-    save(tmp_path, 501, **SKYRL)
+    save_into(tmp_path, 501, **SKYRL)
     assert tracker.read_text() == "501"
 
 
@@ -133,7 +126,7 @@ def test_what_the_trainer_writes_while_ours_is_on_its_way_is_not_overwritten(tmp
 def test_a_slow_process_does_not_move_the_tracker_back_even_for_a_moment(tmp_path, call):
     tracker = tmp_path / "latest"
     if call == "replace":
-        save(tmp_path, 1)
+        save_into(tmp_path, 1)
     with open_run(tmp_path) as slow, open_run(tmp_path) as fast, scripted(slow) as disk:
         moving = disk.stop(call, "latest", times=1)
         late = slow.save(state_at(2), step=2)
@@ -185,21 +178,19 @@ def test_a_rollback_that_died_before_it_moved_the_tracker_is_finished_by_a_proce
 ):
     tracker = tmp_path / "latest_ckpt_global_step.txt"
     with open_run(tmp_path, on_rollback="retire", **SKYRL) as ckpt, scripted(ckpt) as disk:
-        for step in (10, 20, 30):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, 10, 20, 30)
         ckpt.restore(state_at(0), step=10)
         disk.fail("move", error=GONE, times=None)
         ckpt.save(state_at(15), step=15).result()
     assert tracker.read_text() == "30"
-    save(tmp_path, 16, **SKYRL)
+    save_into(tmp_path, 16, **SKYRL)
     assert tracker.read_text() == "16"
 
 
 def test_a_rollback_takes_nobody_elses_newer_step_from_the_tracker(tmp_path):
     tracker = tmp_path / "latest_ckpt_global_step.txt"
     with open_run(tmp_path, on_rollback="retire", **SKYRL) as ckpt:
-        for step in (10, 20):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, 10, 20)
         tracker.write_text("25")
         ckpt.save(state_at(15), step=15).result()
         assert tracker.read_text() == "25"
@@ -215,7 +206,7 @@ def test_a_step_that_was_retired_and_committed_anew_is_not_moved_back_from_even_
         moving = disk.stop("replace", "latest", times=1)
         late = ours.save(state_at(15), step=15)  # retires 20
         moving.wait_reached()
-        save(tmp_path, 20)
+        save_into(tmp_path, 20)
         moved = disk.stop("replace", "checkpoints.jsonl", times=1)  # what comes next after the tracker
         moving.release()
         moved.wait_reached()

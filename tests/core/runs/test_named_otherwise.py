@@ -2,25 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from archives import forge_manifest
 from safetensors.torch import save_file
-from states import assert_is_state, open_run, state_at
+from states import assert_is_state, open_run, save_into, state_at
 
 import async_ckpt
 from async_ckpt import Naming, NotCommittedError
 
 LIVE = {"model": {"weight": torch.zeros(2)}}
-
-
-def save(root: Path, *steps: int, **options: Any) -> None:
-    with open_run(root, **options) as ckpt:
-        for step in steps:
-            ckpt.save(state_at(step), step=step).result()
 
 
 @pytest.mark.parametrize(
@@ -36,7 +29,7 @@ def save(root: Path, *steps: int, **options: Any) -> None:
     ids=["verl", "skyrl", "deepspeed", "default", "own", "own with zeros"],
 )
 def test_a_run_that_is_opened_under_another_naming_says_which_one_to_give(tmp_path, saved_as, opened_as, told):
-    save(tmp_path, 400, 500, naming=saved_as)
+    save_into(tmp_path, 400, 500, naming=saved_as)
     with open_run(tmp_path, naming=opened_as) as ckpt:
         for use in (lambda: ckpt.restore(LIVE), ckpt.load, lambda: ckpt.restore(LIVE, step=500)):
             with pytest.raises(NotCommittedError, match=told.partition(",")[0]):
@@ -46,8 +39,8 @@ def test_a_run_that_is_opened_under_another_naming_says_which_one_to_give(tmp_pa
 
 
 def test_of_two_namings_what_was_committed_last_is_the_newest(tmp_path):
-    save(tmp_path, 300)
-    save(tmp_path, 10, 20, naming="verl")  # a run that has begun anew
+    save_into(tmp_path, 300)
+    save_into(tmp_path, 10, 20, naming="verl")  # a run that has begun anew
 
     assert_is_state(async_ckpt.load(tmp_path), 20)
     with open_run(tmp_path, naming="verl") as ckpt:
@@ -63,7 +56,7 @@ def test_of_two_namings_what_was_committed_last_is_the_newest(tmp_path):
 
 
 def test_folders_with_a_number_that_are_no_commits_of_ours_say_nothing(tmp_path):
-    save(tmp_path, 1, naming=Naming(tracker=None))
+    save_into(tmp_path, 1, naming=Naming(tracker=None))
     (tmp_path / "global_step_9").mkdir()
     (tmp_path / "model-7b").mkdir()
     (tmp_path / "model-7b/manifest.json").write_text("{}")

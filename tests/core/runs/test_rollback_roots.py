@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from slices import ALL, some
-from states import assert_is_state, everywhere, open_run, state_at
+from states import assert_is_state, everywhere, open_run, save_into, state_at
 
 import async_ckpt
 from async_ckpt.core.runs.run import Run
@@ -103,9 +103,7 @@ def assert_goes_on(roots: list[Path], step: int) -> None:
 
 def test_a_step_that_a_place_retires_after_it_was_listed_is_not_listed(tmp_path, monkeypatch):
     near, far = tmp_path / "near", tmp_path / "far"
-    with open_run([near, far]) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(state_at(step), step).result()
+    save_into([near, far], 1, 2, 3)
     with open_run(near, on_rollback="retire") as ckpt:  # the far place is away
         ckpt.save(state_at(9), 1, overwrite=True).result()
     steps_of = Run.steps

@@ -13,7 +13,7 @@ from disks import mounted, needs_mount
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_disk import scripted
-from states import assert_is_state, journaled_steps, open_run, save, state_at
+from states import assert_is_state, journaled_steps, open_run, save, save_into, state_at
 
 from async_ckpt import AsyncCheckpointer, Keep, NotCommittedError, Place, StorageUnavailableError
 from async_ckpt.core.runs.manifest import Archive, GroupLocation, Manifest
@@ -120,8 +120,7 @@ def test_room_is_made_before_each_save_so_that_the_disk_does_not_fill(disk):
 
 @needs_mount
 def test_the_first_save_after_a_restart_makes_room_that_others_have_taken(disk):
-    with open_run(disk / "run") as ckpt:
-        save(ckpt, 1, 2, 3, 4)
+    save_into(disk / "run", 1, 2, 3, 4)
     (disk / "others").write_bytes(bytes(free_at(disk) - MIB // 2))
     with open_run(disk / "run", keep=Keep(free=MIB)) as ckpt:
         save(ckpt, 5)
@@ -175,8 +174,7 @@ def test_the_newest_step_stays_though_there_is_too_little_room_and_that_is_said_
 
 @needs_mount
 def test_of_damaged_steps_and_one_that_is_restored_the_sound_one_stays(disk):
-    with open_run(disk / "run") as ckpt:
-        save(ckpt, 1, 2, 3)
+    save_into(disk / "run", 1, 2, 3)
     for archive in (disk / "run").glob("step_0000000[23]/*.tar"):
         archive.write_bytes(b"")
     (disk / "run/step_00000003/manifest.json").write_bytes(b"{}")
@@ -211,8 +209,7 @@ def test_a_lender_stays_until_its_last_borrower_goes(disk):
 
 @needs_mount
 def test_a_save_goes_on_though_old_steps_cannot_be_deleted_and_they_still_load(disk, caplog):
-    with open_run(disk / "run") as ckpt:
-        save(ckpt, 1, 2, 3)
+    save_into(disk / "run", 1, 2, 3)
     with open_run(disk / "run", keep=Keep(free=free_at(disk))) as ckpt, scripted(ckpt, 0) as storage:
         storage.fail("delete", "step_00000001", error=StorageUnavailableError("it hangs", path="x"))
         ckpt.save(state_at(4), step=4).result()
@@ -259,18 +256,15 @@ def test_a_further_place_makes_room_before_a_copy(disk, tmp_path):
 
 @needs_mount
 def test_a_place_that_is_full_of_its_own_steps_is_not_passed_over(disk, tmp_path):
-    with open_run(disk / "run") as ckpt:
-        save(ckpt, *range(1, 7))
+    save_into(disk / "run", *range(1, 7))
     (disk / "others").write_bytes(bytes(free_at(disk) - MIB // 2))
-    with open_run([Place(disk / "run", keep=Keep(free=MIB // 4)), tmp_path / "far"]) as ckpt:
-        save(ckpt, 7, 8)
+    save_into([Place(disk / "run", keep=Keep(free=MIB // 4)), tmp_path / "far"], 7, 8)
     assert open_run(disk / "run").steps()[-2:] == [7, 8]
 
 
 @needs_mount
 def test_the_command_makes_room(disk):
-    with open_run(disk / "run") as ckpt:
-        save(ckpt, 1, 2, 3, 4)
+    save_into(disk / "run", 1, 2, 3, 4)
     wanted = free_at(disk) + STEP_BYTES
     shown = run_command("prune", disk / "run", "--keep", f"free={wanted}", "--dry-run").stdout
     assert "2 of 4 steps would be deleted" in shown

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from scripted_disk import scripted
-from states import assert_is_state, footprint, leftovers, names_below, open_run, records, state_at
+from states import assert_is_state, footprint, leftovers, names_below, open_run, records, save, save_into, state_at
 
 import async_ckpt
 from async_ckpt import CorruptCheckpointError, Naming, NotCommittedError
@@ -71,11 +71,8 @@ def test_the_tracker_names_the_newest_step_only_after_its_commit(tmp_path):
 
 
 def test_the_tracker_can_have_another_name_or_be_left_out(tmp_path):
-    with open_run(tmp_path / "named", naming=Naming(tracker="newest")) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
-    with open_run(tmp_path / "none", naming=Naming(tracker=None), keep=1) as ckpt:
-        for step in (1, 2):
-            ckpt.save(state_at(step), step=step).result()
+    save_into(tmp_path / "named", 1, naming=Naming(tracker="newest"))
+    save_into(tmp_path / "none", 1, 2, naming=Naming(tracker=None), keep=1)
 
     assert (tmp_path / "named/newest").read_text() == "step_00000001\n"
     assert not (tmp_path / "named/latest").exists()
@@ -115,8 +112,7 @@ def test_the_journal_has_one_line_per_commit(tmp_path):
 
 def test_the_journal_follows_retention_and_overwriting(tmp_path):
     with open_run(tmp_path, keep=2) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, 1, 2, 3)
         ckpt.save({"new": True}, step=3, overwrite=True).result()
         ckpt.wait()
 
@@ -127,8 +123,7 @@ def test_the_journal_follows_retention_and_overwriting(tmp_path):
 
 def test_a_torn_last_line_of_the_journal_breaks_nothing(tmp_path):
     with open_run(tmp_path) as ckpt:
-        for step in (1, 2):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, 1, 2)
         whole = (tmp_path / "checkpoints.jsonl").read_bytes()
         for length in range(len(whole)):
             (tmp_path / "checkpoints.jsonl").write_bytes(whole[:length])
@@ -138,8 +133,7 @@ def test_a_torn_last_line_of_the_journal_breaks_nothing(tmp_path):
 
 
 def test_the_journal_is_written_again_when_somebody_has_deleted_it(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(tmp_path, 1)
     (tmp_path / "checkpoints.jsonl").unlink()
     with open_run(tmp_path) as ckpt:
         ckpt.save(state_at(2), step=2).result()
@@ -179,8 +173,7 @@ def test_step_zero_and_very_large_steps_are_steps(tmp_path):
 )
 def test_the_folder_of_a_step_follows_its_format(tmp_path, step_format, folder):
     with open_run(tmp_path, naming=Naming(step_format), keep=1) as ckpt:
-        for step in (41, 42):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, 41, 42)
         ckpt.wait()
         assert ckpt.steps() == [42]
         assert_is_state(ckpt.load(), 42)
@@ -232,17 +225,14 @@ def test_nothing_is_committed_in_an_empty_or_missing_folder(tmp_path, name):
 
 def test_a_missing_step_is_told_with_the_steps_that_are_there(tmp_path):
     with open_run(tmp_path) as ckpt:
-        for step in (1, 2):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, 1, 2)
         with pytest.raises(NotCommittedError, match="1, 2") as caught:
             ckpt.load(3)
     assert caught.value.step == 3
 
 
 def test_opening_listing_and_reading_change_nothing_on_storage(tmp_path):
-    with open_run(tmp_path, keep=1) as ckpt:
-        for step in (1, 2):
-            ckpt.save(state_at(step), step=step).result()
+    save_into(tmp_path, 1, 2, keep=1)
     dead = tmp_path / "step_00000003"
     dead.mkdir()
     (dead / "rank_00000.0123abcd.tar").write_bytes(b"half")
@@ -265,8 +255,7 @@ def test_opening_listing_and_reading_change_nothing_on_storage(tmp_path):
 
 
 def test_the_first_save_sweeps_what_dead_writers_left(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(tmp_path, 1)
     dead = tmp_path / "step_00000003"
     dead.mkdir()
     for folder in (dead, tmp_path / "step_00000001"):
@@ -299,16 +288,13 @@ def test_a_sweep_leaves_what_a_damaged_manifest_might_name(tmp_path):
     with open_run(tmp_path) as ckpt:
         path = Path(ckpt.save(state_at(1), step=1).result().path)
     (tmp_path / "step_00000001/manifest.json").write_text("{")
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(2), step=2).result()
+    save_into(tmp_path, 2)
 
     assert path.exists()
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
-        ckpt.save(state_at(2), step=2).result()
+    save_into(tmp_path, 1, 2)
     (tmp_path / "step_00000002/manifest.json").unlink()
 
     with open_run(tmp_path) as ckpt:
@@ -348,8 +334,7 @@ def test_a_flip_of_any_bit_of_a_manifest_is_found(tmp_path):
 
 
 def test_a_manifest_that_ends_too_early_or_goes_on_is_found(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(tmp_path, 1)
     data = (tmp_path / "step_00000001/manifest.json").read_bytes()
     for damaged in (*(data[:length] for length in range(len(data))), data + b" ", b"", bytes(len(data))):
         with pytest.raises(CorruptCheckpointError):

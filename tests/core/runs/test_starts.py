@@ -16,7 +16,7 @@ from commands import run_command
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_disk import scripted
-from states import assert_is_state, open_run, save, state_at
+from states import assert_is_state, open_run, save, save_into, state_at
 
 import async_ckpt
 from async_ckpt import (
@@ -361,8 +361,7 @@ def test_after_a_process_has_closed_its_checkpointer_the_next_one_goes_on_withou
     child.wait_for_line("closed\n")
     if end != "ckpt.close()":
         child.ended()
-    with open_run(tmp_path) as ckpt:
-        save(ckpt, 2)
+    save_into(tmp_path, 2)
     if end == "ckpt.close()":
         child.ended()
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
@@ -423,8 +422,7 @@ def test_checkpointers_of_one_process_share_its_start(tmp_path):
 
 
 def test_a_run_that_knows_no_starts_goes_on(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        save(ckpt, 1, 2)
+    save_into(tmp_path, 1, 2)
     for manifest in tmp_path.glob("*/manifest.json"):
         made = async_ckpt.core.runs.manifest.parse(manifest.read_bytes(), path=str(manifest))
         fields = {**async_ckpt.core.runs.manifest.unseal(made.dump())}
@@ -433,8 +431,7 @@ def test_a_run_that_knows_no_starts_goes_on(tmp_path):
     for name in starts(tmp_path):
         (tmp_path / name).unlink()
     assert_line(tmp_path, [1, 2])
-    with open_run(tmp_path) as ckpt:
-        save(ckpt, 3)
+    save_into(tmp_path, 3)
     assert_line(tmp_path, [1, 2, 3])
 
 

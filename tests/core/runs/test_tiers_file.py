@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from states import open_run, state_at
+from states import open_run, save, save_into, state_at
 
 from async_ckpt import CorruptCheckpointError, Keep, Naming, Place
 from async_ckpt.core.runs import tiers_file
@@ -28,14 +28,12 @@ def test_the_first_save_at_a_place_tells_all_places_with_their_options(roots):
 
 
 def test_a_run_of_one_place_has_no_such_file(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(tmp_path, 1)
     assert tiers_file.read(Place(tmp_path)) is None
 
 
 def test_a_place_that_is_now_elsewhere_is_the_one_that_was_read(roots):
-    with open_run(roots) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(roots, 1)
     moved = roots[0].rename(roots[0].with_name("mounted elsewhere"))
     told = tiers_file.read(Place(moved))
     assert told is not None
@@ -82,8 +80,7 @@ def test_the_file_stands_in_no_ones_way(roots):
     for steps in ((1, 2), (3, 4)):
         with open_run(roots, keep=1) as ckpt:
             assert ckpt.restore(state_at(0)) == (None if steps[0] == 1 else 2)
-            for step in steps:
-                ckpt.save(state_at(step), step=step).result()
+            save(ckpt, *steps)
     with open_run(roots[0]) as alone:
         assert alone.steps() == [4]
     assert json.loads((roots[0] / "tiers.json").read_text())["at"] == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from racing import Thrown, until
 from scripted_disk import scripted
-from states import MIB, open_run, state_at
+from states import MIB, open_run, save_into, state_at
 
 import async_ckpt
 from async_ckpt import SaveHandle, SaveReport, StorageUnavailableError, UsageError
@@ -356,6 +356,5 @@ def test_a_run_that_never_asks_should_save_keeps_no_handle_of_each_save(tmp_path
 def test_the_folder_of_a_trace_is_made_and_may_be_there_already(tmp_path):
     trace = tmp_path / "traces" / "today" / "run.json"
     for step in (1, 2):
-        with open_run(tmp_path / "run", trace=trace) as ckpt:
-            ckpt.save(state_at(step), step=step).result()
+        save_into(tmp_path / "run", step, trace=trace)
         assert json.loads(trace.read_text())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from clocked_training import ClockedTraining
-from states import open_run, state_at
+from states import open_run, save_into, state_at
 
 from async_ckpt import Due, StorageFullError
 from async_ckpt.core.report import SaveReport
@@ -277,8 +277,7 @@ def test_a_run_tells_its_interval_and_why(tmp_path):
 
 
 def test_a_process_that_resumes_knows_what_the_last_saves_have_cost(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(tmp_path, 1)
 
     with open_run(tmp_path, due=Due(overhead=0.01)) as ckpt:
         assert ckpt.interval().rule == "first"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from racing import PATIENCE, Call, until
 from scripted_disk import ScriptedStorage
-from states import assert_is_state, leftovers, names_below, open_run, save, state_at
+from states import assert_is_state, leftovers, names_below, open_run, save, save_into, state_at
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, Keep, Place, StepBehindError, StepExistsError, StorageUnavailableError
@@ -238,8 +238,7 @@ def test_close_does_not_wait_for_ever_for_a_place_that_hangs(roots, monkeypatch)
 
 
 def test_a_restart_begins_to_copy_what_only_nearer_places_hold(roots):
-    with open_run(roots[0]) as alone:
-        alone.save(state_at(5), step=5).result()
+    save_into(roots[0], 5)
     with open_run(roots) as ckpt:
         state = state_at(0)
         assert ckpt.restore(state) == 5
@@ -525,8 +524,7 @@ def test_memory_is_known_by_the_mount_table(tmp_path):
 
 def test_two_machines_that_go_on_from_one_step_do_not_mix_their_steps_at_a_common_place(tmp_path):
     far, near = tmp_path / "far", [tmp_path / "near a", tmp_path / "near b"]
-    with open_run([near[0], far]) as first:
-        save(first, 1)
+    save_into([near[0], far], 1)
     others = [open_run([root, far]) for root in near]
     for ckpt in others:
         for run in ckpt._roots.runs:
@@ -544,8 +542,7 @@ def test_two_machines_that_go_on_from_one_step_do_not_mix_their_steps_at_a_commo
 
 
 def test_a_run_whose_near_place_was_lost_goes_on_from_the_far_one(roots):
-    with open_run(roots) as ckpt:
-        save(ckpt, 1, 2)
+    save_into(roots, 1, 2)
     shutil.rmtree(roots[0])
     for step in (3, 4):
         with open_run(roots) as again:
@@ -555,8 +552,7 @@ def test_a_run_whose_near_place_was_lost_goes_on_from_the_far_one(roots):
 
 
 def test_a_near_place_that_is_new_and_was_not_restored_is_a_conflict_at_the_far_one(roots):
-    with open_run(roots[1]) as alone:
-        alone.save(state_at(7), step=7).result()
+    save_into(roots[1], 7)
     with open_run(roots) as ckpt:
         handle = ckpt.save(state_at(1), step=1)
         with pytest.raises(ConflictError, match="step 7 there was saved"):
@@ -730,8 +726,7 @@ def test_an_overwritten_step_replaces_its_copy(roots):
 
 def test_steps_are_the_union_and_latest_the_maximum(roots):
     for root, step in zip(roots, (3, 5), strict=True):
-        with open_run(root) as alone:
-            alone.save(state_at(step), step=step).result()
+        save_into(root, step)
     with open_run(roots) as ckpt:
         assert ckpt.steps() == [3, 5]
         assert ckpt.latest() == 5
@@ -799,8 +794,7 @@ def test_a_start_that_saved_while_a_place_was_away_replaces_what_that_place_hold
 
 
 def test_a_step_that_a_rollback_retired_does_not_come_back_from_a_place_that_was_away(roots):
-    with open_run(roots) as ckpt:
-        save(ckpt, 1, 2, 3)
+    save_into(roots, 1, 2, 3)
     hidden = roots[1].with_name("hidden")
     roots[1].rename(hidden)
     with open_run(roots[0], on_rollback="retire") as alone:
@@ -826,8 +820,7 @@ def test_catching_up_says_which_place_is_still_away_after_the_others_were_served
 
 
 def test_catching_up_copies_nothing_that_is_damaged(roots):
-    with open_run(roots[0]) as near:
-        near.save(state_at(1), step=1).result()
+    save_into(roots[0], 1)
     damage(roots[0], 1)
     with open_run(roots) as ckpt, pytest.raises(async_ckpt.CorruptCheckpointError):
         ckpt.catch_up()
@@ -836,9 +829,7 @@ def test_catching_up_copies_nothing_that_is_damaged(roots):
 
 def test_a_damaged_step_does_not_keep_others_from_being_caught_up(tmp_path):
     roots = [tmp_path / name for name in ("a", "b", "c")]
-    with open_run(roots[0]) as first:
-        for step in (1, 2, 3):
-            first.save(state_at(step), step=step).result()
+    save_into(roots[0], 1, 2, 3)
     shutil.copytree(roots[0], roots[1])
     shutil.rmtree(roots[1] / "step_00000001")
     for step in (1, 2):
@@ -894,8 +885,7 @@ def test_a_failed_save_arrives_nowhere_and_leaves_no_complaint_of_asyncio(roots,
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_rollback_counts_though_the_near_place_had_lost_what_it_retires(roots, moves):
-    with open_run(roots) as ckpt:
-        save(ckpt, 1, 2, 3)
+    save_into(roots, 1, 2, 3)
     shutil.rmtree(roots[0])
     ckpt = open_run(roots, on_rollback="retire", keep=1)
     assert ckpt.restore(state_at(0), step=1) == 1
@@ -915,8 +905,7 @@ def test_a_rollback_counts_though_the_near_place_had_lost_what_it_retires(roots,
 
 
 def test_a_step_that_only_the_far_place_has_is_refused(roots):
-    with open_run(roots) as ckpt:
-        save(ckpt, 1, 2, 3)
+    save_into(roots, 1, 2, 3)
     shutil.rmtree(roots[0])
     with open_run(roots) as ckpt:
         assert ckpt.restore(state_at(0), step=1) == 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 from disks import mounted, needs_mount, write_whole
 from racing import Call
-from states import MIB, assert_is_state, footprint, leftovers, open_run, state_at
+from states import MIB, assert_is_state, footprint, leftovers, open_run, save_into, state_at
 
 import async_ckpt
 from async_ckpt import StorageFullError, StorageUnavailableError
@@ -350,8 +350,7 @@ def test_a_file_system_that_takes_direct_writes_only_at_open_is_written_buffered
 
 
 def _run_of(root):
-    with open_run(root) as ckpt:
-        ckpt.save(state_at(1), 1).result()
+    save_into(root, 1)
 
 
 def _restored(root):

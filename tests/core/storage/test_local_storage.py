@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from disks import write_whole
 from racing import Call
-from states import MIB, assert_is_state, leftovers, names_below, open_run, records, state_at
+from states import MIB, assert_is_state, leftovers, names_below, open_run, records, save_into, state_at
 
 import async_ckpt
 from async_ckpt import StorageUnavailableError
@@ -265,8 +265,7 @@ def test_a_name_that_is_too_long_is_said_to_be(tmp_path):
 def test_a_symbolic_link_to_a_folder_is_a_folder(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with open_run(tmp_path / "link") as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(tmp_path / "link", 1)
 
     assert_is_state(async_ckpt.load(tmp_path / "real"), 1)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from buckets import Bucket
 from fsspec.implementations.memory import MemoryFileSystem
-from states import MIB, assert_is_state, difference, everywhere, open_run, state_at, weight
+from states import MIB, assert_is_state, difference, everywhere, open_run, save_into, state_at, weight
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, Keep, Place, StorageUnavailableError
@@ -234,8 +234,7 @@ def test_what_is_written_once_has_no_retention(write, tmp_path):
 
 def test_a_place_with_a_retention_may_be_read(tmp_path):
     root = Place(tmp_path, keep=3)
-    with open_run(root) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(root, 1)
     assert_is_state(async_ckpt.load(root), 1)
     assert async_ckpt.files.isdir(root)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from states import open_run, state_at, states_equal
+from states import save_into, state_at, states_equal
 
 import async_ckpt
 from async_ckpt import Place
@@ -36,8 +36,7 @@ def test_a_place_with_its_scheme_is_in_the_storage_that_was_registered(vault):
 
 def test_a_file_and_a_run_are_saved_to_it_and_loaded(vault):
     async_ckpt.save(state_at(1), "vault://a/x.tar").result()
-    with open_run("vault://run") as ckpt:
-        ckpt.save(state_at(2), step=2).result()
+    save_into("vault://run", 2)
 
     assert states_equal(async_ckpt.load("vault://a/x.tar"), state_at(1))
     assert states_equal(async_ckpt.load("vault://run"), state_at(2))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from commands import documented, run_command
-from states import everywhere, open_run, state_at
+from states import everywhere, open_run, save_into, state_at
 
 from async_ckpt import Place
 from async_ckpt.core.storage import volatile
@@ -45,9 +45,7 @@ def test_each_step_is_shown_with_its_places_and_what_it_outlives(roots):
 
 def test_a_step_that_a_further_place_was_not_given_is_passed_over(roots):
     save(roots, 1, 4)
-    with open_run(roots[0]) as alone:
-        alone.save(state_at(5), 5).result()
-        alone.save(state_at(6), 6).result()
+    save_into(roots[0], 5, 6)
     save(roots, 7)
     marks = {row["step"]: row["marks"] for row in documented("ls", roots[0])["steps"]}
     assert "passed over by 2" in marks[5]
@@ -56,8 +54,7 @@ def test_a_step_that_a_further_place_was_not_given_is_passed_over(roots):
 
 def test_a_place_with_steps_of_another_line_is_named_as_a_conflict(roots, tmp_path):
     save(roots, 1)
-    with open_run(tmp_path / "other") as other:
-        other.save(state_at(9), 9).result()
+    save_into(tmp_path / "other", 9)
     shutil.rmtree(roots[1])
     shutil.copytree(tmp_path / "other", roots[1])
     trouble = documented("ls", roots[0])["places"][1]["trouble"]

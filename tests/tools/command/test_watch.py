@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from commands import documented, in_terminal, run_command
-from states import open_run, state_at
+from states import open_run, save, save_into, state_at
 
 from async_ckpt import Place, StorageUnavailableError
 from async_ckpt.core import timing
@@ -84,9 +84,7 @@ def test_the_lines_fit_into_sixty_columns_and_say_all_of_it(tmp_path):
 
 @pytest.mark.parametrize("columns", [60, 200])
 def test_once_in_a_terminal_is_as_wide_as_the_terminal(tmp_path, columns):
-    with open_run(tmp_path) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(state_at(step), step=step).result()
+    save_into(tmp_path, 1, 2, 3)
     lines = in_terminal("watch", tmp_path, "--once", columns=columns).decode().splitlines()
 
     assert max(map(len, lines)) <= columns
@@ -94,8 +92,7 @@ def test_once_in_a_terminal_is_as_wide_as_the_terminal(tmp_path, columns):
 
 
 def test_a_terminal_is_drawn_anew_without_being_cleared_until_ctrl_c(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(tmp_path, 1)
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "async_ckpt", "watch", str(tmp_path), "--interval", "0.05"]
     child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"})
@@ -222,8 +219,7 @@ def test_the_newest_step_is_what_the_manifests_say_and_not_the_history(tmp_path)
 
 def test_a_step_that_a_rollback_has_retired_is_the_newest_no_more(tmp_path):
     with open_run(tmp_path, on_rollback="retire") as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(state_at(step), step=step).result()
+        save(ckpt, 1, 2, 3)
         looks = RunWatch(Place(tmp_path), lambda: NOW)
         assert looks.look().step == 3
         ckpt.save(state_at(2), step=2, overwrite=True).result()
@@ -286,9 +282,7 @@ class Looks:
 
 def test_a_store_is_asked_at_most_twice_a_second(s3, bucket, proxy, monkeypatch):
     place = Place(f"s3://{bucket}/run", options={**s3.options, "endpoint": proxy.endpoint})
-    with open_run(place) as ckpt:
-        for step in range(3):
-            ckpt.save(state_at(step), step=step).result()
+    save_into(place, *range(3))
     looks = Looks(5)
     monkeypatch.setattr(timing, "TIMEKEEPER", looks)
     before = []
@@ -312,8 +306,7 @@ def test_a_store_is_asked_at_most_twice_a_second(s3, bucket, proxy, monkeypatch)
 
 def test_a_bucket_that_answers_slowly_is_shown_all_the_same(s3, bucket, proxy):
     place = Place(f"s3://{bucket}/run", options={**s3.options, "endpoint": proxy.endpoint})
-    with open_run(place) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(place, 1)
     proxy.delay(0.3)
 
     status = RunWatch(place, lambda: NOW).look()
