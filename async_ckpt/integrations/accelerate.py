@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, Self
 
 from .. import SaveHandle, load, snapshot
 from ..errors import StateMismatchError
-from ..plumbing import runs, timing, write_by_torch
+from ..plumbing import places, runs, timing, write_by_torch
 from .common.event_history import HistoryEntry
 from .common.folder_saves import FolderSave, FolderSaves, noted_on
 from .common.framework_checks import name_in, require, require_names
@@ -98,10 +98,10 @@ class AsyncState:
         """Save to a folder, by default to the project's next one. Every rank calls this.
 
         Returns when training may continue: a handle, or None on a rank that writes nothing. Raises the error of the
-        previous save, and ValueError if the project's next folder exists.
+        previous save, and ValueError for a URL, or if the project's next folder exists.
         """
         began = timing.monotonic()
-        folder = self._next_folder() if output_dir is None or self._is_named else Path(output_dir).absolute()
+        folder = self._next_folder() if output_dir is None or self._is_named else places.local_place(output_dir)
         save: FolderSave | None = None
 
         def take() -> dict[str, bytes]:
@@ -166,7 +166,8 @@ class AsyncState:
             return
         self._accelerator.log({key: value for key, value in done.figures().items() if math.isfinite(value)})
         if self._writes and self._is_named:
-            done.run.retire(done.name, self._accelerator.project_configuration.total_limit, None)
+            limit = self._accelerator.project_configuration.total_limit
+            done.run.retire(done.name, None if limit is None else max(limit, 1), None)
 
     def _parts(self, models: list[Any]) -> dict[str, Any]:
         """The state to copy, in the structure of an archive. `models` has full state dicts."""
@@ -253,6 +254,8 @@ class AsyncState:
 
     @property
     def _project(self) -> Path:
+        if self._accelerator.project_dir is None:
+            raise ValueError("automatic_checkpoint_naming needs a folder; set project_dir")
         return Path(self._accelerator.project_dir, "checkpoints").absolute()
 
     @property
@@ -285,7 +288,7 @@ class AsyncState:
         warning.
         """
         self.wait()
-        folder: Any = input_dir
+        folder: Any = None if input_dir is None else places.local_place(input_dir)
         if input_dir is None and self._is_named:
             folder = next(iter(LocalRun(self._project).newest_first()), None)
             if folder is not None:

@@ -353,6 +353,38 @@ def test_nothing_to_load_is_an_error(tmp_path):
         AsyncState(Training(tmp_path).accelerator).load_state()
 
 
+def test_a_url_is_refused_and_the_home_folder_is_known(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    accelerator = Training(tmp_path).accelerator
+    accelerator.project_configuration.automatic_checkpoint_naming = False
+    state = AsyncState(accelerator)
+    for call in (state.save_state, state.load_state):
+        with pytest.raises(ValueError, match="s3://bucket/run is not a local path"):
+            call("s3://bucket/run")
+    state.save_state("~/saved").result()
+    state.load_state("~/saved")
+
+    assert names(tmp_path) == {"home"}
+
+
+def test_a_limit_of_no_checkpoints_keeps_the_newest(tmp_path):
+    state = AsyncState(Training(tmp_path, total_limit=0).accelerator)
+    for _ in range(3):
+        state.save_state()
+    state.wait()
+
+    assert names(tmp_path / "checkpoints") == {"checkpoint_2"}
+
+
+def test_names_by_number_without_a_project_folder_are_refused(tmp_path):
+    accelerator = Training(tmp_path).accelerator
+    accelerator.project_configuration.project_dir = None
+    for call in (AsyncState(accelerator).save_state, AsyncState(accelerator).load_state):
+        with pytest.raises(ValueError, match="set project_dir"):
+            call()
+
+
 def test_an_unknown_layout_is_refused(tmp_path):
     with pytest.raises(ValueError, match="layout must be"):
         AsyncState(Training(tmp_path).accelerator, "tar")
