@@ -22,6 +22,7 @@ from async_ckpt.core.storage import store_facts
 from async_ckpt.core.storage.locks import TEMP_SUFFIX
 from async_ckpt.stores.fsspec.sinks import AppendingSink, MultipartSink
 from async_ckpt.stores.fsspec.store import FsspecStorage, abort_stale_uploads
+from async_ckpt.stores.s3.store import ObjectStorage
 
 
 @pytest.fixture
@@ -253,6 +254,26 @@ def test_elsewhere_there_are_no_uploads():
 
 
 # --- set-up ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["s3://bucket//run", "S3://bucket/run/", "s3://bucket/run//"])
+def test_both_clients_use_the_same_key_for_a_url(url):
+    assert FsspecStorage(url).locate("x") == ObjectStorage(url).locate("x") == "s3://bucket/run/x"
+
+
+def test_a_credential_provider_replaces_given_keys(s3, bucket):
+    def provider():
+        return {"access_key_id": s3.options["access_key_id"], "secret_access_key": s3.options["secret_access_key"]}
+
+    store = FsspecStorage(f"s3://{bucket}", {**s3.options, "access_key_id": "old", "credential_provider": provider})
+    store.put_new("x", b"data")
+    assert store.read("x")[0] == b"data"
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:9000", "http://localhost:port"])
+def test_an_endpoint_that_is_no_url_is_refused_at_once(endpoint):
+    with pytest.raises(ValueError, match="https://host:port"):
+        FsspecStorage("s3://bucket", {"endpoint": endpoint})
 
 
 @pytest.mark.parametrize(

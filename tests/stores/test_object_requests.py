@@ -281,6 +281,13 @@ def test_a_url_that_names_no_place_is_refused_when_it_is_given(url):
     assert "topsecret" not in str(caught.value)
 
 
+def test_a_line_break_in_a_key_is_an_error_that_says_so(s3, bucket):
+    """obstore panics, which is no `Exception` of Python."""
+    store = ObjectStorage(f"s3://{bucket}", {**s3.options, "access_key_id": "from a file\n"})
+    with pytest.raises(StorageUnavailableError, match="line break"):
+        store.put_new("x", b"")
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -288,6 +295,9 @@ def test_a_url_that_names_no_place_is_refused_when_it_is_given(url):
         ({"client_options": {"nonsense": "1"}}, "nonsense"),
         ({"client_kwargs": {"nonsense": "1"}}, "nonsense"),
         ({"endpoint": "localhost:9000"}, "https://host:port"),
+        ({"endpoint": "http://localhost:port"}, "https://host:port"),
+        ({"endpoint": "http://localhost:99999"}, "https://host:port"),
+        ({"endpoint": "http://[::1"}, "https://host:port"),
         ({"session_token": "t"}, "give both"),
     ],
 )

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Any, Final, Literal, TypeAlias
 
 from ..host import process as _  # noqa: F401 - notices forks from now on, even before the first store
-from ..spec import Keep, flag, keep_of, whole_count
+from ..spec import Keep, flag, keep_of, whole_count, with_article
 from .interface import Storage
 from .local import LocalStorage
 from .store_facts import SECRET_NAME
@@ -45,6 +46,7 @@ _makers: dict[str, Maker] = {}
 # Options that only the places of a run have.
 _OF_RUNS: Final = ("keep", "every", "volatile", "compression")
 _DEADLINE: Final = "deadline_seconds"
+_MAPPINGS: Final = frozenset({"client_options", "retry_config", "client_kwargs", "config_kwargs"})
 # Options that name the location of a store: not secret.
 _WHERE: Final = re.compile("endpoint|region|profile", re.IGNORECASE)
 
@@ -112,10 +114,8 @@ class Place:
         if isinstance(self.url, Place):
             raise TypeError("a Place is made from a path or URL, not from another Place")
         text_of(self.url)
-        if self.options is not None and not isinstance(self.options, Mapping):
-            raise TypeError(
-                f'options must be a mapping such as {{"region": "us-east-1"}}, got {type(self.options).__qualname__}'
-            )
+        if self.options is not None:
+            _check_options(self.options)
         if self.engine not in (None, "obstore", "fsspec", "s3fs"):
             raise ValueError(f'engine must be "obstore", "fsspec" or "s3fs", got {self.engine!r}')
         keep_of(self.keep)
@@ -207,6 +207,28 @@ class Place:
         of_run = {name: getattr(self, name) for name in _OF_RUNS}
         arguments += [f"{name}={value!r}" for name, value in of_run.items() if value is not None]
         return f"Place({', '.join(arguments)})"
+
+
+def _check_options(options: Any) -> None:
+    """Raise TypeError and ValueError for options that no client takes."""
+    if not isinstance(options, Mapping):
+        raise TypeError(
+            f'options must be a mapping such as {{"region": "us-east-1"}}, got {type(options).__qualname__}'
+        )
+    if not all(isinstance(name, str) for name in options):
+        raise TypeError("the names of options must be strings")
+    for name in _MAPPINGS & options.keys():
+        if not isinstance(options[name], Mapping | None):
+            raise TypeError(
+                f'options["{name}"] must be a mapping, got {with_article(type(options[name]).__qualname__)}'
+            )
+    seconds = options.get(_DEADLINE)
+    try:
+        is_time = seconds is None or 0 < float(seconds) <= TIMEOUT_MAX
+    except (TypeError, ValueError):
+        is_time = False
+    if not is_time:
+        raise ValueError(f'options["{_DEADLINE}"] must be a number of seconds above 0, got {seconds!r:.100}')
 
 
 def _loaded(module: str, name: str) -> Callable[..., Storage]:

@@ -23,6 +23,8 @@ SCHEMES: Final = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"} | {
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
 # A chained URL of fsspec, which is one filesystem on another.
 _CHAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:://[^:]*)?::.*:/")
+# Control characters and halves of surrogate pairs.
+_NOT_IN_KEYS: Final = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 # A key or password with fewer characters may be a common word, or a part of one.
 _LONG_SECRET: Final = 8
 _URL_IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
@@ -53,6 +55,7 @@ def place_and_name(path: StrPath, *, fs: Any = None) -> tuple[str, str]:
         return str(local.parent), local.name
     if fs is None and scheme_of(text) in SCHEMES:
         _refuse_query(text)
+        _refuse_key(shown(text), text.rstrip("/").rpartition("/")[2])
     start = text.index("://") + len("://") if scheme_of(text) else 0
     parent, slash, name = text[start:].rstrip("/").rpartition("/")
     if not start:
@@ -89,8 +92,7 @@ def split_bucket(url: str) -> tuple[str, str, str]:
         )
     _refuse_query(url)
     prefix = prefix.strip("/")
-    if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
-        raise ValueError(f"{printable}/{prefix}: a key must not have an empty part, or one that is . or ..")
+    _refuse_key(f"{printable}/{prefix}", prefix)
     return scheme, bucket, prefix
 
 
@@ -106,6 +108,14 @@ def _refuse_query(url: str) -> None:
         raise ValueError(
             f"{shown(url)}: the URL of a store must not contain ? or #; give what follows in Place(url, options=…)"
         )
+
+
+def _refuse_key(printable: str, key: str) -> None:
+    """Raise ValueError for a key that some client or server refuses, or changes."""
+    if key and any(part in ("", ".", "..") for part in key.split("/")):
+        raise ValueError(f"{printable}: a key must not have an empty part, or one that is . or ..")
+    if _NOT_IN_KEYS.search(key):
+        raise ValueError(f"{printable!a}: a key must not have control characters, or halves of surrogate pairs")
 
 
 def shown(text: str) -> str:

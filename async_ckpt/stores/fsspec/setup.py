@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final
 
 from ...plumbing import process, urls
+from ..s3.aws_settings import parse_endpoint
 from ..s3.azure_google_settings import adlfs_options, gcsfs_options
 from .error_advice import InheritedError, chain
 
@@ -126,7 +127,7 @@ def class_and_maker(scheme: str, url: str, options: Mapping[str, Any]) -> tuple[
 
     def make() -> Any:
         provider = options.get("credential_provider") if hasattr(kind, "call_s3") else None
-        fs = kind(**kwargs, **(_credentials(provider) if provider else {}), skip_instance_cache=True)
+        fs = kind(**kwargs | (_credentials(provider) if provider else {}), skip_instance_cache=True)
         fs.dircache.use_listings_cache = False  # some constructors refuse this option
         return fs
 
@@ -161,6 +162,8 @@ def _for_s3fs(options: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
     """Options of s3fs, from options of s3fs or obstore. Raises ValueError for any other option."""
     kwargs: dict[str, Any] = {}
     for name, value in options.items():
+        if value is None:
+            continue
         name = name.lower().removeprefix("aws_")
         name = _S3_NAMES.get(name, name)
         if name == "region":
@@ -175,6 +178,8 @@ def _for_s3fs(options: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
             kwargs[name] = value
         elif name not in _OURS | _OBSTORE_ONLY:
             raise ValueError(f"options has {name!r}, which is not an option of s3fs or obstore")
+    if kwargs.get("endpoint_url"):
+        parse_endpoint(str(kwargs["endpoint_url"]))
     return kwargs
 
 

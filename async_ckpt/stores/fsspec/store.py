@@ -46,8 +46,10 @@ class FsspecStorage(Storage):
                     f"{urls.shown(url)!r} is not a URL such as memory://run or sftp://host/run; pass a chain of "
                     "filesystems, or a path on one, as Place(path, fs=…)"
                 )
+            url = scheme + url[len(scheme) :]  # filesystems know their schemes only in lower case
             if scheme in ("s3", "s3a"):
-                urls.split_bucket(url)  # raises ValueError
+                _, bucket, prefix = urls.split_bucket(url)
+                url = "/".join(filter(None, (f"{scheme}://{bucket}", prefix)))  # the keys that obstore uses
             kind, make = class_and_maker(scheme, url, options)
         else:
             if getattr(fs, "asynchronous", False):

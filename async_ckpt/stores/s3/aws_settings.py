@@ -68,7 +68,7 @@ class AwsSetup:
             own = True
         self.provider: Callable[[], dict[str, Any]] | None = None if own or not self._finds_keys() else self
         if self.endpoint:
-            url = _parse_endpoint(self.endpoint)
+            url = parse_endpoint(self.endpoint)
             config["endpoint_url_s3"] = self.endpoint  # this name has precedence over the environment
             # Over plain http, only a signature protects the bytes in transit.
             config.setdefault("unsigned_payload", url.scheme == "https" or url.hostname in _LOOPBACK)
@@ -132,7 +132,7 @@ class AwsSetup:
             ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
         ):
             parser = configparser.RawConfigParser(strict=False)
-            with suppress(configparser.Error, OSError):  # botocore reports errors in the file
+            with suppress(configparser.Error, OSError, UnicodeDecodeError):  # botocore reports errors in the file
                 parser.read(Path(_environment(variable) or folder / file).expanduser(), encoding="utf-8")
                 if parser.has_section(section):
                     settings |= dict(parser.items(section))
@@ -159,8 +159,10 @@ def _flat(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _parse_endpoint(endpoint: str) -> SplitResult:
-    url = urlsplit(endpoint)
-    if url.scheme not in ("http", "https") or not url.hostname or url.username or url.password:
-        raise ValueError("the endpoint of the store must be a URL such as https://host:port; correct it")
-    return url
+def parse_endpoint(endpoint: str) -> SplitResult:
+    """The parts of an endpoint. Raises ValueError unless it is the URL of a server."""
+    with suppress(ValueError):  # of an invalid port, or an invalid IPv6 address
+        url = urlsplit(endpoint)
+        if url.scheme in ("http", "https") and url.hostname and url.port != 0 and not (url.username or url.password):
+            return url
+    raise ValueError("the endpoint of the store must be a URL such as https://host:port; correct it")

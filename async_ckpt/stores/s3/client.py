@@ -111,7 +111,9 @@ class Client:
                 path=self.locate(path),
             )
             refusal.__cause__ = error
-        except Exception as error:
+        except BaseException as error:
+            if not (isinstance(error, Exception) or error_translation.is_panic(error)):
+                raise
             refusal = error_translation.translate(error, path, self.settings, num_bytes)
         else:
             self._has_answered = True

@@ -36,6 +36,7 @@ ADVICE: Final = {
     "403": store_facts.RIGHTS,
     "507": store_facts.ROOM,
     "NoRange": "use another server or client, which can read a part of an object",
+    "Panic": "check the keys, such as for a line break at the end of one, and the options of the Place",
 }
 EXPIRED_CODES: Final = frozenset({code for code, advice in ADVICE.items() if advice is store_facts.LOG_IN})
 # Not a code of the store: a request for a part of an object was answered with something else.
@@ -61,7 +62,7 @@ class ErrorResponse:
     lacks_keys: bool  # so that no request was sent
 
     @classmethod
-    def of(cls, error: Exception) -> ErrorResponse:
+    def of(cls, error: BaseException) -> ErrorResponse:
         text = str(error)
 
         def find(pattern: str) -> str:
@@ -74,6 +75,8 @@ class ErrorResponse:
             status = "301"
         if re.search(r"non-partial response|^Requested \S+, got |Content-Range", text, re.MULTILINE):
             code = NO_RANGE
+        if is_panic(error):
+            code = "Panic"
         kind, detail = find(r"HttpError \{\s*kind: (\w+)"), find(r'(?:message|error): "([^"]*)"')
         builder, certificate = "builder error" in text, find(r"invalid peer certificate: (\w+)")
         provider = find(r"External \w+ credential provider: (?:\w+: )?([^\n]*)")
@@ -98,7 +101,12 @@ class ErrorResponse:
         )
 
 
-def translate(error: Exception, path: str, settings: BucketSettings, num_bytes: int = 0) -> Exception:
+def is_panic(error: BaseException) -> bool:
+    """Whether Rust code of obstore has panicked, such as over a key that no header may contain."""
+    return type(error).__name__ == "PanicException"
+
+
+def translate(error: BaseException, path: str, settings: BucketSettings, num_bytes: int = 0) -> Exception:
     """The error of this library for an error of obstore. `num_bytes` is the size of the object to be written."""
     shown, name, response = settings.locate(path), type(error).__name__, ErrorResponse.of(error)
     advice = ADVICE.get(response.code) or ADVICE.get(str(response.status), store_facts.AWAY)
@@ -131,5 +139,6 @@ def translate(error: Exception, path: str, settings: BucketSettings, num_bytes: 
         refusal = StorageUnavailableError(
             message, path=shown, status=response.status, code=response.code, transient=is_transient
         )
-    refusal.__cause__ = type(error)(reason)  # without the original text, which may repeat our headers
+    # Without the original text, which may repeat our headers. A panic is not an Exception.
+    refusal.__cause__ = (RuntimeError if is_panic(error) else type(error))(reason)
     return refusal

@@ -1,6 +1,7 @@
 """A Place: a path or URL with what opens it, wherever a path may be given; and one root's own retention."""
 
 import json
+import math
 import shutil
 import uuid
 from dataclasses import replace
@@ -171,6 +172,12 @@ def test_a_folder_elsewhere_is_neither_packed_nor_extracted_to(far, tmp_path, mo
         (lambda: Place(3), TypeError, "pass a string or a Path"),
         (lambda: Place(""), ValueError, "empty"),
         (lambda: Place("s3://b", options="us-east-1"), TypeError, 'options must be a mapping such as {"region"'),
+        (lambda: Place("s3://b", options={3: "x"}), TypeError, "the names of options must be strings"),
+        (lambda: Place("s3://b", options={"client_options": "5s"}), TypeError, r'options\["client_options"\] must be a map'),
+        (lambda: Place("s3://b", options={"deadline_seconds": 0}), ValueError, "number of seconds above 0, got 0"),
+        (lambda: Place("s3://b", options={"deadline_seconds": "soon"}), ValueError, "above 0, got 'soon'"),
+        (lambda: Place("s3://b", options={"deadline_seconds": [5]}), ValueError, r"above 0, got \[5\]"),
+        (lambda: Place("s3://b", options={"deadline_seconds": math.nan}), ValueError, "above 0, got nan"),
         (lambda: Place("s3://b", engine="boto3"), ValueError, 'engine must be "obstore", "fsspec" or "s3fs"'),
         (lambda: Place("runs/a", keep="3"), TypeError, "keep must be a number of steps"),
         (lambda: Place("runs/a", keep=0), ValueError, r"Keep\(last=…\) must be a whole number"),

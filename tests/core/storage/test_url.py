@@ -6,7 +6,7 @@ import pytest
 
 from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.core.storage.place import Place, storage_at
-from async_ckpt.core.storage.url import local_path, parent_and_name, place_and_name, shown
+from async_ckpt.core.storage.url import local_path, parent_and_name, place_and_name, shown, split_bucket
 from async_ckpt.stores.fsspec.store import FsspecStorage
 from async_ckpt.stores.s3.store import ObjectStorage
 
@@ -92,6 +92,14 @@ def test_a_url_is_divided_into_place_and_name():
 def test_a_url_without_a_bucket_says_so(url):
     with pytest.raises(ValueError, match=r"names no bucket; write (s3|gs)://bucket/"):
         parent_and_name(url)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a\nb", "a\0b", "a\x7f", "\ud800"])
+def test_a_key_that_no_client_reads_again_is_refused_before_it_is_written(name):
+    with pytest.raises(ValueError, match="a key must not have"):
+        parent_and_name(f"s3://bucket/{name}")
+    with pytest.raises(ValueError, match="a key must not have"):
+        split_bucket(f"s3://bucket/{name}/run")
 
 
 def test_a_path_on_a_filesystem_that_is_handed_over_is_divided_as_one_there():
