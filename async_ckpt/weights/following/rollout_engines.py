@@ -13,6 +13,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -60,7 +61,7 @@ class BaseEngine(Engine):
 
     def __init__(self, name: str = "", answer_seconds: float = ANSWER_SECONDS) -> None:
         is_number = isinstance(answer_seconds, int | float) and not isinstance(answer_seconds, bool)
-        if not is_number or not 0 < answer_seconds < float("inf"):
+        if not is_number or not 0 < answer_seconds <= threading.TIMEOUT_MAX:
             raise ValueError(f"answer_seconds must be a number above 0, got {answer_seconds!r:.100}")
         self.name, self.answer_seconds = name, float(answer_seconds)
 
@@ -281,8 +282,8 @@ def engine_of(engine: Engine | Callable[[Path, int], object] | None) -> Engine:
     """The engine for an argument of `follow`. Raises TypeError."""
     if engine is None:
         return BaseEngine()
-    if hasattr(engine, "take"):
+    if hasattr(engine, "take") and not isinstance(engine, type):
         return engine  # type: ignore[return-value]
-    if callable(engine):
+    if callable(engine) and not isinstance(engine, type):
         return Function(engine)
     raise TypeError(f"engine must be an engine or a function of a folder and a version, got {engine!r:.100}")

@@ -10,6 +10,7 @@ redirects are not followed, since an engine is near.
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,8 @@ _MAX_REPLY_BYTES: Final = 1 << 20
 _CONNECT_SECONDS: Final = 1.0
 # The timeout of a request whose deadline has already passed.
 _LEAST_SECONDS: Final = 0.001
+# The characters of a URL that can be sent as they are.
+_SENDABLE: Final = re.compile(r"[!-~]+")
 # The number of characters of a reply that an error quotes.
 _QUOTED: Final = 300
 
@@ -60,16 +63,19 @@ class HttpClient:
     def __init__(self, url: str, *, key: str | None = None) -> None:
         if not isinstance(url, str):
             raise TypeError(f"the URL of an engine must be a string, got {url!r:.100}")
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        host, port = "", None
+        with suppress(ValueError):  # of an invalid port, or an invalid IPv6 address
+            parts = urlsplit(url)
+            host, port = parts.hostname or "", parts.port
+        if not host or port == 0 or parts.scheme not in ("http", "https") or not _SENDABLE.fullmatch(url):
             raise ValueError(f"{url!r:.200} is not the URL of an engine; give one such as http://127.0.0.1:30000")
         if parts.username is not None:
             raise ValueError("the URL of an engine must have no user and password; give its key instead")
-        if key is not None and not (key.isascii() and key.isprintable()):
+        if key is not None and not (isinstance(key, str) and key.isascii() and key.isprintable()):
             raise ValueError("the key of an engine must be printable ASCII")
         self.url = url.rstrip("/")
         self._is_secure = parts.scheme == "https"
-        self.address = parts.hostname, parts.port or (443 if self._is_secure else 80)
+        self.address = host, port or (443 if self._is_secure else 80)
         self._path = parts.path.rstrip("/")
         self._query = f"?{parts.query}" if parts.query else ""
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -95,7 +101,8 @@ class HttpClient:
                 connection.request(method, f"{self._path}{path}{self._query}" or "/", data, headers)
                 with connection.getresponse() as response:
                     reply = Reply(response.status, response.read(_MAX_REPLY_BYTES).decode(errors="replace"))
-        except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: no thread can be started
+        except (OSError, HTTPException, UnicodeError, RuntimeError) as error:
+            # UnicodeError: no host can have this name. RuntimeError: no thread can be started.
             failed = error
         finally:
             connection.close()
@@ -112,7 +119,7 @@ def nobody_listens(address: tuple[str, int]) -> bool:
         socket.create_connection(address, _CONNECT_SECONDS).close()
     except ConnectionRefusedError:
         return True
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     return False
 

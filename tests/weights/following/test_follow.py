@@ -29,7 +29,7 @@ from engine_servers import (
 from racing import until
 
 import async_ckpt
-from async_ckpt.following import VLLM, Post, Program, SGLang
+from async_ckpt.following import VLLM, EngineError, Post, Program, SGLang
 from async_ckpt.weights.following import follower
 from async_ckpt.weights.publishing.subscriber import Subscriber
 
@@ -579,9 +579,30 @@ def test_times_that_are_none_are_refused(value, root, into):
         Post("http://x", answer_seconds=value)
 
 
-def test_what_is_no_engine_is_refused(root, into):
+@pytest.mark.parametrize("engine", ["http://127.0.0.1:30000", SGLang, int])
+def test_what_is_no_engine_is_refused(engine, root, into):
     with pytest.raises(TypeError, match="engine must be"):
-        async_ckpt.follow(root, into, "http://127.0.0.1:30000")
+        async_ckpt.follow(root, into, engine)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://x:port", "http://x:0", "http://[::1", "http://x/a b", "http://x/\xe9", "http://x/\n"]
+)
+def test_a_url_that_cannot_be_requested_is_refused(url):
+    with pytest.raises(ValueError, match="is not the URL of an engine"):
+        Post(url)
+
+
+def test_an_engine_with_a_wrong_key_or_time_is_refused():
+    with pytest.raises(ValueError, match="printable ASCII"):
+        SGLang("http://x", key=3)
+    with pytest.raises(ValueError, match="answer_seconds must be"):
+        SGLang("http://x", answer_seconds=1e30)
+
+
+def test_a_host_that_cannot_exist_does_not_answer():
+    with pytest.raises(EngineError, match="does not answer"):
+        SGLang(f"http://{'a' * 70}").version()
 
 
 def test_a_status_that_cannot_be_written_is_told_of_at_once(root, into, tmp_path):

@@ -154,6 +154,12 @@ def test_versions_that_others_have_written_are_pulled(line, local):
 # --- watch --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 1e30, "1", None])
+def test_a_time_between_polls_that_no_wait_takes_is_refused(value, tmp_path):
+    with Subscriber(tmp_path) as subscriber, pytest.raises(ValueError, match="poll_seconds must be"):
+        subscriber.watch(poll_seconds=value)
+
+
 def test_watch_yields_each_version_as_it_comes_and_leaves_out_what_was_overtaken(tmp_path):
     with Line(tmp_path / "weights") as line, line.subscriber() as subscriber:
         seen = subscriber.watch(poll_seconds=0.001)
