@@ -17,7 +17,7 @@ import pytest
 import store_servers
 import torch
 from slices import ALL, some
-from states import SEGMENT, assert_is_state, open_run, state_at
+from states import SEGMENT, assert_is_state, open_run, save_into, state_at
 
 import async_ckpt
 from async_ckpt import Place, Publisher, Subscriber
@@ -264,8 +264,7 @@ def run_command(*words, **variables):
 @pytest.mark.parametrize("by", ["option", "variables", "connection string"])
 def test_the_command_reaches_azure_at_an_endpoint_without_tls(request, by):
     place = on_azurite(request, "obstore")
-    with open_run(place) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(place, 1)
     endpoint, account = place.options["endpoint"], place.options["account_name"]
     keys = {"AZURE_STORAGE_ACCOUNT_NAME": account, "AZURE_STORAGE_ACCOUNT_KEY": place.options["account_key"]}
     words: tuple[str, ...] = ()
@@ -285,8 +284,7 @@ def test_the_command_reaches_azure_at_an_endpoint_without_tls(request, by):
 @pytest.mark.parametrize("by", ["option", "GOOGLE_BASE_URL", "STORAGE_EMULATOR_HOST"])
 def test_the_command_reaches_google_at_an_endpoint_without_tls(request, by):
     place = on_google(request, "obstore")
-    with open_run(place) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(place, 1)
     endpoint = place.options["endpoint"]
     words = ("--endpoint", endpoint) if by == "option" else ()
     variables = {} if by == "option" else {by: endpoint.removeprefix("http://" if by.startswith("STORAGE") else "")}

@@ -25,7 +25,7 @@ from archives import flip, forge_manifest, parsed_index
 from buckets import through
 from damage import STATE
 from rank_oracle import run_of
-from states import assert_is_state, difference, noise, open_run, state_at
+from states import assert_is_state, difference, noise, open_run, save_into, state_at
 
 import async_ckpt
 from async_ckpt import (
@@ -513,8 +513,7 @@ def test_steps_that_retention_deletes_meanwhile_are_passed_over(run, monkeypatch
 
 def test_a_run_whose_only_step_is_replaced_by_a_newer_one_is_looked_at_again(tmp_path, monkeypatch):
     def save(step: int) -> None:
-        with open_run(tmp_path, keep=Keep(last=1)) as ckpt:
-            ckpt.save(state_at(step), step=step).result()
+        save_into(tmp_path, step, keep=Keep(last=1))
 
     class Overtaken(LocalStorage):
         def open(self, path: str) -> LocalReader:
@@ -670,8 +669,7 @@ def test_an_archive_in_memory_is_verified():
 
 
 def test_a_copy_counts_the_bytes_of_an_archive_that_an_interrupted_copy_has_left(tmp_path):
-    with open_run(tmp_path / "near") as ckpt:
-        ckpt.save(state_at(1), step=1).result()
+    save_into(tmp_path / "near", 1)
     source, counted, again = run_of(tmp_path / "near"), [], []
     copy_step(source, run_of(tmp_path / "far"), 1, on_bytes=counted.append)
     (tmp_path / "far" / "step_00000001" / "manifest.json").unlink()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from children import Child, Nursery
 from slices import some
-from states import assert_is_state, leftovers, names_below, open_run, state_at, weight
+from states import assert_is_state, leftovers, names_below, open_run, save_into, state_at, weight
 
 import async_ckpt
 
@@ -136,9 +136,7 @@ _AGAIN = ((1, ""), (2, "new"))
 def test_killed_at_any_call_of_a_later_save_the_run_is_as_before_or_after_it(
     quick_path, nursery, scenario, step, possible
 ):
-    with open_run(quick_path / "before") as ckpt:
-        for saved in (1, 2, 4):
-            ckpt.save(state_at(saved, STATE_MIB), step=saved).result()
+    save_into(quick_path / "before", 1, 2, 4, mib=STATE_MIB)
     roots = (shutil.copytree(quick_path / "before", quick_path / str(number)) for number in itertools.count())
     outcomes = set()
     for root in each_death(nursery, DYING, roots, scenario):

@@ -16,7 +16,7 @@ from clients import environment_of
 from commands import run_command
 from racing import PATIENCE, until
 from slices import some
-from states import assert_is_state, leftovers, open_run, state_at
+from states import assert_is_state, leftovers, open_run, save_into, state_at
 
 import async_ckpt
 from async_ckpt import Keep, Place
@@ -84,8 +84,7 @@ def move(nursery: Nursery, *arguments: Any, env: Any = None) -> Child:
 
 def begun(roots: list[Any], step: int = 1, **options: Any) -> None:
     """A run of several places, of which the last has this step, too."""
-    with open_run(roots, **options) as ckpt:
-        ckpt.save(state_at(step, 9), step=step).result()
+    save_into(roots, step, mib=9, **options)
 
 
 def ahead(root: Path, *steps: int, **options: Any) -> None:
@@ -369,9 +368,7 @@ def test_once_names_what_is_left_and_ends_with_75(roots):
 
 
 def test_places_may_be_given_by_hand_to_a_run_without_the_file(roots, tmp_path):
-    with open_run(roots[0], naming="verl") as alone:
-        for step in (1, 2):
-            alone.save(state_at(step, 9), step=step).result()
+    save_into(roots[0], 1, 2, mib=9, naming="verl")
     ended = run_command("move", roots[0], "--to", roots[1], "--to", tmp_path / "farther", "--once")
     assert (ended.returncode, ended.stderr) == (0, "")
     for root in (roots[1], tmp_path / "farther"):
@@ -405,8 +402,7 @@ def test_the_runs_in_a_folder_are_moved_together(tmp_path):
 )
 def test_what_makes_no_sense_is_refused(tmp_path, monkeypatch, arguments, status, message):
     monkeypatch.chdir(tmp_path)
-    with open_run(tmp_path / "near") as alone:
-        alone.save(state_at(1, 9), step=1).result()
+    save_into(tmp_path / "near", 1, mib=9)
     (tmp_path / "file").write_text("text")
     ended = run_command("move", *arguments, "--once")
     assert ended.returncode == status
@@ -430,11 +426,8 @@ def test_a_file_of_places_that_cannot_be_read_is_an_error(roots, data, message):
 
 def in_conflict(roots: list[Path]) -> None:
     """The far place has steps 5 and 7 of another run, and the near one step 3 of its own."""
-    with open_run(roots[1]) as other:
-        for step in (5, 7):
-            other.save(state_at(step, 9), step=step).result()
-    with open_run(roots[0]) as alone:
-        alone.save(state_at(3, 9), step=3).result()
+    save_into(roots[1], 5, 7, mib=9)
+    save_into(roots[0], 3, mib=9)
 
 
 def test_a_conflict_is_left_and_named(roots):
