@@ -569,32 +569,33 @@ class AsyncCheckpointer(RunReader):
         from ..core.loading.run_restore import RunRestore
         from .ema_restore import MeanRestore
 
-        step = _wanted_step(step, marked)
-        options = RestoreOptions(
-            select,
-            None if strict is None else flag("strict", strict),
-            flag("trust", trust),
-            verify,
-            types,
-            goes_back=self._policy.has_step,
-        )
-        mean = MeanRestore(self._mean, state, options, self._saver.pool)
-        call = RunRestore(
-            self._roots,
-            state,
-            options,
-            ranks=self._ranks,
-            pool=self._saver.pool,
-            see_own_saves=partial(self._see_own_saves, "restore()", overwrites=True),
-            from_ranks=from_ranks,
-            fallback=fallback,
-            only_good=marked == "good",
-            before=mean.read,
-        )
-        with observed("restore", self.roots) as operation:
-            restored = call.restore(step, broadcast, operation.spans)
-            seconds = operation.seconds
-            operation.end(restored)
+        with self._ranks.meeting.restoring(talks=not hasattr(step, "__index__")):
+            step = _wanted_step(step, marked)
+            options = RestoreOptions(
+                select,
+                None if strict is None else flag("strict", strict),
+                flag("trust", trust),
+                verify,
+                types,
+                goes_back=self._policy.has_step,
+            )
+            mean = MeanRestore(self._mean, state, options, self._saver.pool)
+            call = RunRestore(
+                self._roots,
+                state,
+                options,
+                ranks=self._ranks,
+                pool=self._saver.pool,
+                see_own_saves=partial(self._see_own_saves, "restore()", overwrites=True),
+                from_ranks=from_ranks,
+                fallback=fallback,
+                only_good=marked == "good",
+                before=mean.read,
+            )
+            with observed("restore", self.roots) as operation:
+                restored = call.restore(step, broadcast, operation.spans)
+                seconds = operation.seconds
+                operation.end(restored)
         is_first = self._ranks.world.rank == 0 and self._saver.belongs_here
         notes = self._warn_of_owner() if is_first else []
         if is_first and not notes:

@@ -10,11 +10,11 @@ wait for something itself sends keep-alives.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Final
 
 from ...errors import PeerFailedError
@@ -30,6 +30,8 @@ from .world import World, refuse_if_changed, world_of
 _LOOK_AROUND_SECONDS: Final = 5.0
 NOT_ALONE: Final = "make the same calls on every rank; if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
 _NO_STRUCTURE: Final = "-"
+# The message of a restore in which rank 0 names the first step that it tries.
+FIRST_STEP: Final = "0/step"
 # How many questions keep their answers in the store: no rank is that many steps behind another.
 _KEPT: Final = 1000
 
@@ -113,7 +115,7 @@ class Meeting:
         self._opening = threading.Lock()
         self._messages: Messages | None = None
         self._token: str | None = None
-        self._restores = itertools.count()
+        self._num_talks = 0  # the restores that have agreed on a step, or were to
         self._num_asked: dict[str, int] = {}  # keyed by question; the most recent question is at the end
         self.has_met = False
         self.table = EMPTY  # the table that holds before the first decision
@@ -253,7 +255,24 @@ class Meeting:
         if self.world.is_one:
             return None
         self.token("restore()")
-        return Talk(self, f"restore/{next(self._restores)}")
+        self._num_talks += 1
+        return Talk(self, f"restore/{self._num_talks}")
+
+    @contextmanager
+    def restoring(self, *, talks: bool) -> Iterator[None]:
+        """The block of one restore. If it is to talk, and raises before that, it counts all the same, so that the next
+        restores of all ranks match, and rank 0 sends its error to the ranks that wait.
+        """
+        num_before = self._num_talks
+        try:
+            yield
+        except BaseException as error:
+            if talks and self._num_talks == num_before and not (self._world or world_of()).is_one:
+                self._num_talks += 1
+                if self.world.rank == 0:
+                    text = json.dumps({"error": in_words(error)})
+                    self.start.send_later(f"{self.topic}/restore/{self._num_talks}/{FIRST_STEP}", text)
+            raise
 
     def receive(
         self,

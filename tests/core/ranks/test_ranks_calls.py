@@ -183,6 +183,34 @@ def test_a_save_after_close_is_told_to_the_others(worlds):
     assert steps_of(worlds) == [1]
 
 
+WRONG_RESTORES = {"strict": 3, "verify": "x", "step": "x", "marked": "bad", "broadcast": 3}
+
+
+@pytest.mark.parametrize("name", WRONG_RESTORES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_restore_on_one_rank_leaves_none_waiting_and_the_next_one_works(worlds, rank, name):
+    script = f"""
+    with open_run(here.root) as ckpt:
+        here.save(ckpt, small(1), 1)
+        wrong = {{{name!r}: {WRONG_RESTORES[name]!r}}} if here.rank == {rank} else {{}}
+        try:
+            first = ckpt.restore(small(0), **wrong)
+        except Exception as error:
+            first = f"{{type(error).__name__}}: {{error}}"
+        here.save(ckpt, small(2), 2)
+        here.tell([first, ckpt.restore(small(0))])
+    """
+    firsts, seconds = zip(*(told[-1] for told in worlds.told(2, script)), strict=True)
+
+    assert seconds == (2, 2)
+    assert firsts[rank].startswith(("TypeError", "ValueError"))
+    if rank == 0:
+        assert firsts[1].startswith("PeerFailedError: rank 0 could not say which step to restore: ")
+        assert firsts[1].endswith(firsts[0])
+    else:
+        assert firsts[0] == 1
+
+
 def test_a_step_that_is_committed_is_refused_to_all_and_replaced_with_overwrite(worlds):
     script = """
     with open_run(here.root) as ckpt:
