@@ -42,11 +42,15 @@ _maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # all maps of this proces
 
 
 def _new_map(num_bytes: int) -> mmap.mmap:
-    """A new anonymous map. Pages take no memory until they are touched."""
-    if hasattr(mmap, "MAP_ANONYMOUS"):
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    else:
-        pages = mmap.mmap(-1, num_bytes)
+    """A new anonymous map. Pages take no memory until they are touched. Raises MemoryError."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    try:
+        pages = mmap.mmap(-1, num_bytes, **private)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(
+            f"the system refuses {num_bytes:,} bytes of host memory ({error}); free memory, raise the limit of this "
+            "process (ulimit -v), or lower host_bytes="
+        ) from error
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             try:
@@ -83,7 +87,7 @@ class HostBuffer:
         """The pages lie near `device`, for which the buffer is to be page-locked. If the device's driver has no call to
         page-lock memory, the buffer is allocated page-locked.
 
-        Raises OSError if it is `shared`, and there is too little memory that can be shared.
+        Raises MemoryError, or OSError if it is `shared`, and there is too little memory that can be shared.
         """
         self.num_bytes = num_bytes
         self.fd: int | None = None  # the descriptor by which other processes map it

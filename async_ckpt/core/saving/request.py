@@ -68,7 +68,9 @@ def check_driver(driver: Mapping[str, Any], state: Any) -> None:
     if not isinstance(driver, Mapping):
         raise TypeError(f'driver must be a mapping such as {{"loader": state}}, got {driver!r:.100}')
     for name in driver:
-        if not isinstance(name, str) or (isinstance(state, Mapping | SnapshotView) and name in state):
+        if not isinstance(name, str):
+            raise ValueError(f"driver={name!r:.100}: the names of entries must be text")
+        if isinstance(state, Mapping | SnapshotView) and name in state:
             raise ValueError(f"driver={name!r}: the state has entries of the same name; rename those of driver=")
     if not isinstance(state, Mapping | SnapshotView):
         raise ValueError("driver= adds entries to the state, so the state must be a dict")

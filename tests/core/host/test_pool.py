@@ -114,6 +114,12 @@ def test_a_segment_comes_back_when_the_last_who_retained_it_has_released_it(pool
     assert "0 of 1 segments lent" in repr(pool)
 
 
+@pytest.mark.parametrize("num_bytes", [1 << 60, 1 << 80])
+def test_memory_that_the_system_refuses_is_a_memory_error_in_words(num_bytes):
+    with pytest.raises(MemoryError, match=r"the system refuses .* bytes of host memory .* lower host_bytes="):
+        HostBuffer(num_bytes)
+
+
 def test_waiting_ends_with_what_check_raises_and_nobody_behind_is_held_up(pool):
     held = [lease(pool) for _ in range(MIN_SEGMENTS)]
     pointless = threading.Event()
