@@ -96,9 +96,9 @@ def test_a_url_without_a_bucket_says_so(url):
 
 @pytest.mark.parametrize("name", ["..", ".", "a\nb", "a\0b", "a\x7f", "\ud800"])
 def test_a_key_that_no_client_reads_again_is_refused_before_it_is_written(name):
-    with pytest.raises(ValueError, match="a key must not have"):
+    with pytest.raises(ValueError, match=r"a key must not have|a null character"):
         parent_and_name(f"s3://bucket/{name}")
-    with pytest.raises(ValueError, match="a key must not have"):
+    with pytest.raises(ValueError, match=r"a key must not have|a null character"):
         split_bucket(f"s3://bucket/{name}/run")
 
 

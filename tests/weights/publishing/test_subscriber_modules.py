@@ -151,5 +151,5 @@ def test_too_little_memory_for_a_module_is_said_in_words_of_the_pull(tmp_path, m
 
 @pytest.mark.parametrize("wrong", [None, "1", 0, float("nan")])
 def test_a_time_between_two_looks_that_is_none_is_refused(wrong, root):
-    with pytest.raises(ValueError, match="poll_seconds must be above 0"):
+    with pytest.raises(ValueError, match="poll_seconds must be a number of seconds above 0"):
         Subscriber(root).watch(poll_seconds=wrong)
