@@ -392,7 +392,7 @@ def test_all_ranks_save_after_the_interval_that_rank_0_has_measured(worlds):
     from async_ckpt.core.saving.interval import SaveCost
     with open_run(here.root, due=Due(overhead=0.5, at_most=1e-6 if here.rank == 0 else 3600)) as ckpt:
         for step in range(1, 4):
-            here.tell([ckpt.should_save(step), *ckpt.interval().__getstate__()[:2]])
+            here.tell([ckpt.should_save(step), *ckpt.interval()[:2]])
             if here.rank == 0 and step == 1:
                 ckpt._policy._durations.interval.add(SaveCost(900.0, 0.0, 1800.0))
     """
