@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
+from ...errors import ClosedError
 from .process import in_forked_child
 
 S = TypeVar("S")
@@ -368,4 +369,7 @@ def _stop_all() -> None:
 
 
 # Runs before the interpreter joins its non-daemon threads; atexit would be too late.
-threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
+try:
+    threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
+except RuntimeError as error:
+    raise ClosedError("the interpreter is exiting; async_ckpt must be used for the first time before that") from error

@@ -140,10 +140,8 @@ def _exit_with(status: int, *, at_once: bool) -> None:
         atexit.unregister(last)
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with suppress(OSError, ValueError, AttributeError):  # closed, broken or None: nowhere to report to
                 stream.flush()
-            except (OSError, ValueError, AttributeError):
-                pass  # closed, broken or None: nowhere to report to
         os._exit(status)
 
     if at_once:  # a thread is stuck in a call that does not return: joining it would hang

@@ -164,10 +164,8 @@ class SaveHandle(Future[SaveReport]):
                 ended.set_result(None)
 
         def wake(_: object) -> None:
-            try:
+            with suppress(RuntimeError):  # that loop was closed, and the await with it
                 loop.call_soon_threadsafe(resolve)
-            except RuntimeError:
-                pass  # that loop was closed, and the await with it
 
         super().add_done_callback(wake)
         yield from ended

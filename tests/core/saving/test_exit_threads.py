@@ -1,5 +1,6 @@
 """Pythons that start no thread once they exit, as 3.12.0 and 3.12.1: what is under way then is still saved."""
 
+import subprocess
 import sys
 import textwrap
 import threading
@@ -95,3 +96,24 @@ def test_a_thread_of_the_reserve_does_what_another_would_have_done(monkeypatch):
 
     assert names == ["async_ckpt-0", "async_ckpt-1", "async_ckpt-2"]
     assert [hook.exc_type for hook in told] == [ZeroDivisionError]
+
+
+@pytest.mark.parametrize(
+    "call", ["async_ckpt.save({}, sys.argv[1] + '/x')", "async_ckpt.AsyncCheckpointer(sys.argv[1])"]
+)
+def test_a_first_use_while_the_interpreter_exits_says_that_it_is_too_late(tmp_path, call):
+    body = f"""
+    import atexit, sys, torch
+    import async_ckpt
+
+    def last():
+        try:
+            {call}
+        except async_ckpt.ClosedError as error:
+            print(error)
+
+    atexit.register(last)
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(body), tmp_path], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("the interpreter is exiting; async_ckpt must be used for the first time before")
