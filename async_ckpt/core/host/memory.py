@@ -48,15 +48,12 @@ def _new_map(num_bytes: int) -> mmap.mmap:
         pages = mmap.mmap(-1, num_bytes, **private)
     except (OSError, OverflowError) as error:
         raise MemoryError(
-            f"the system refuses {num_bytes:,} bytes of host memory ({error}); free memory, raise the limit of this "
-            "process (ulimit -v), or lower host_bytes="
+            f"the system refuses {num_bytes:,} bytes of host memory ({error}); lower host_bytes=, or raise ulimit -v"
         ) from error
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
-            try:
+            with suppress(OSError):  # it works without the advice, only slower
                 pages.madvise(getattr(mmap, advice))
-            except OSError:
-                pass  # it works without the advice, only slower
     _maps.add(pages)
     return pages
 
@@ -195,12 +192,10 @@ class HostBuffer:
         if self.fd is not None:  # this object may live on, while other memory is mapped at its address
             _shared.pop(self.address, None)
         self.__dict__.pop("tensor", None)
-        try:
+        with suppress(BufferError):  # something still refers to the map; it is closed with the last reference
             self.view.release()
             if isinstance(self._map, mmap.mmap):
                 self._map.close()
-        except BufferError:
-            pass  # something still refers to the map; it is closed with the last reference
 
 
 class Segment:

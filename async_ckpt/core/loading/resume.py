@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar
 
 from ...errors import CorruptCheckpointError, NotCommittedError, PeerFailedError
-from ..ranks.meeting import Talk, in_words
+from ..ranks.meeting import Talk, in_words, step_key
 from ..runs.root import TRIES, overtaken_error
 from ..runs.roots import Roots
 from ..timing import TIMEKEEPER, monotonic
@@ -100,7 +100,7 @@ def _agreed_step(
     roots: Roots, talk: Talk, number: int, skipped: dict[int, str], see_own_saves: SeeOwnSaves, *, only_good: bool
 ) -> int | None:
     """The step, not in `skipped`, that rank 0 names, once this rank sees it. `skipped` gets steps excluded by marks."""
-    key = f"{number}/step"
+    key = step_key(number)
     if talk.rank == 0:
         try:
             see_own_saves(meanwhile=talk.take_time)

@@ -11,6 +11,7 @@ import hashlib
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from ..spec import MIB
@@ -45,12 +46,10 @@ def object_digests(data: bytes) -> Callable[[int], str]:
 
 def object_digest(data: bytes) -> str:
     """The digest of one object. Of bytes that `torch.save` never writes, it is the digest of the bytes."""
-    try:
+    with suppress(ValueError, LookupError, RecursionError, zipfile.BadZipFile, UnknownInstructionError):
         contents = records(data)
         if len(contents["data.pkl"]) <= _MAX_BYTES:
             return _Digests(contents).of(Recorder().follow(contents["data.pkl"])).hex()
-    except (ValueError, LookupError, RecursionError, zipfile.BadZipFile, UnknownInstructionError):
-        pass
     return _digest([data]).hex()
 
 

@@ -30,8 +30,6 @@ from .world import World, refuse_if_changed, world_of
 _LOOK_AROUND_SECONDS: Final = 5.0
 NOT_ALONE: Final = "make the same calls on every rank; if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
 _NO_STRUCTURE: Final = "-"
-# The message of a restore in which rank 0 names the first step that it tries.
-FIRST_STEP: Final = "0/step"
 # How many questions keep their answers in the store: no rank is that many steps behind another.
 _KEPT: Final = 1000
 
@@ -260,8 +258,8 @@ class Meeting:
 
     @contextmanager
     def restoring(self, *, talks: bool) -> Iterator[None]:
-        """The block of one restore. If it is to talk, and raises before that, it counts all the same, so that the next
-        restores of all ranks match, and rank 0 sends its error to the ranks that wait.
+        """The block of one restore. It `talks` if it names no step, so that the ranks agree on one. If it raises before
+        that, it counts all the same: the next restores of all ranks match, and rank 0 sends its error to the others.
         """
         num_before = self._num_talks
         try:
@@ -271,7 +269,7 @@ class Meeting:
                 self._num_talks += 1
                 if self.world.rank == 0:
                     text = json.dumps({"error": in_words(error)})
-                    self.start.send_later(f"{self.topic}/restore/{self._num_talks}/{FIRST_STEP}", text)
+                    self.start.send_later(f"{self.topic}/restore/{self._num_talks}/{step_key(0)}", text)
             raise
 
     def receive(
@@ -324,6 +322,11 @@ class Meeting:
         split = [key.partition("/") for key in keys]
         whose = {int(rank) if topic in ("structure", "nodes") and rank.isdigit() else 0 for topic, _, rank in split}
         return whose - {self.world.rank}
+
+
+def step_key(number: int) -> str:
+    """The key of the message in which rank 0 names the step that a restore tries after `number` corrupt ones."""
+    return f"{number}/step"
 
 
 def in_words(error: BaseException) -> str:

@@ -381,7 +381,7 @@ class Root:
         self.forget([step])
 
     def traces(self) -> set[int]:
-        """The steps of which the last listing shows that they are, or were, here, except those that were deleted."""
+        """The steps of the last listing, and those that were retired or left out here. Deleted steps leave no trace."""
         listing = self.listing or self.relist()
         unfinished = filter(None, map(self.known_or_found, (step for step, _ in listing.intents)))
         return {*listing.steps, *self.outside, *(one.step for manifest in unfinished for one in manifest.retires)}

@@ -53,9 +53,7 @@ class Ahead(NamedTuple):
     step: int | None
     """The step to copy next; None if there is none."""
     stale: tuple[Retired, ...]
-    """The commits at the further root that this copy retires there: nearer roots have retired or replaced them. Only
-    the newest copy does this: a reboot may lose the nearer roots before it arrives.
-    """
+    """The commits at the further root that the copy retires there, since nearer roots have retired or replaced them."""
 
 
 class Roots:
@@ -269,6 +267,7 @@ class Roots:
         if first in newer:
             wanted, lasting, is_last = [first], set(), False
         chosen = min(lasting) if lasting and not is_last else max(newer if is_last else wanted, default=None)
+        # An older step retires nothing: a reboot may lose the nearer roots before the newest one has been copied.
         is_newest = chosen is not None and chosen >= max(wanted, default=chosen)
         stale = {
             step: manifest.attempt
@@ -280,12 +279,12 @@ class Roots:
 
     def known_elsewhere(self, run: Run) -> Elsewhere:
         """The commits that other roots are known to have. Makes no request."""
-        found, others = Elsewhere({}, True), [other.root for other in self.runs if other is not run]
+        commits, others = dict[int, list[Manifest]](), [other.root for other in self.runs if other is not run]
         for other in others:
             for step, manifest in other.known.items():
                 if manifest is not None:
-                    found.commits.setdefault(step, []).append(manifest)
-        return found._replace(is_complete=all(other.is_viewed for other in others))
+                    commits.setdefault(step, []).append(manifest)
+        return Elsewhere(commits, is_complete=all(other.is_viewed for other in others))
 
     def take(self, run: Run, step: int) -> bool:
         """Take one of the roots for this process, at its first save there. Returns True if it was taken by this call.
@@ -343,9 +342,10 @@ class Roots:
 
     def _holders(self) -> dict[int, list[Run]]:
         steps_of = dict(self._ask(Run.steps))
-        for run in steps_of if any(len(one.root.starts) > 1 for one in steps_of) else ():
-            with suppress(StorageUnavailableError):
-                run.learn()  # to decide which commits count, each manifest is read once, and many at a time
+        if len(steps_of) > 1 and any(len(run.root.starts) > 1 for run in steps_of):
+            for run in steps_of:
+                with suppress(StorageUnavailableError):
+                    run.learn()  # to decide which commits count, each manifest is read once, and many at a time
         return self._without_retired(steps_of)
 
     def _without_retired(self, steps_of: Mapping[Run, Iterable[int]]) -> dict[int, list[Run]]:
@@ -354,9 +354,9 @@ class Roots:
         for run, steps in steps_of.items():
             for step in steps:
                 holders.setdefault(step, []).append(run)
-        retired = {
-            run: run.retired_by(max(steps, default=None)) for run, steps in steps_of.items() if len(steps_of) > 1
-        }
+        if len(steps_of) < 2:
+            return self._in_line(holders, steps_of)
+        retired = {run: run.retired_by(max(steps, default=None)) for run, steps in steps_of.items()}
         traces = {run: run.root.traces().union(one.step for one in of_newest) for run, of_newest in retired.items()}
         for step, runs in list(holders.items()):
             # A root that was away during a rollback still holds the step.
@@ -459,10 +459,9 @@ def open_roots(
         from ..storage.compressed import refuse_if_missing  # lazy: most runs do not compress
 
         refuse_if_missing(with_planes=True)
-    given = ", ".join(storage.locate("") for storage in storages)
     names = [os.path.realpath(one.root) if isinstance(one, LocalStorage) else one.locate("") for one in storages]
     if len(set(names)) < len(names):
-        raise ValueError(f"two roots are the same: {given}")
+        raise ValueError(f"two roots are the same: {', '.join(one.locate('') for one in storages)}")
     folders = sorted(f"{name.rstrip('/')}/" for name in names)
     for outer in folders:
         inner = next((name for name in folders if name != outer and name.startswith(outer)), None)

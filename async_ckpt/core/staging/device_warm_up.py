@@ -10,6 +10,7 @@ the kernels of a save, by the same code.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Final
 
 import torch
@@ -39,11 +40,9 @@ def warm_up(tensors: Iterable[torch.Tensor]) -> None:
         views = [tensor for tensor in there if not is_dense(tensor)]
         if num_bytes := sum(tensor.nbytes for tensor in there if tensor.nbytes < PACK_BELOW or not is_dense(tensor)):
             device.take_scratch(num_bytes)
-        try:
+        with suppress(torch.OutOfMemoryError):
             _copy_samples(device, max(1, sum(map(is_large, there))))
             _copy_pieces(device, {(t.dtype, t.is_conj(), t.is_neg()): t for t in views}.values())
-        except torch.OutOfMemoryError:
-            pass
 
 
 def _copy_samples(device: Device, num_sampled: int) -> None:

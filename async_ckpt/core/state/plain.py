@@ -440,8 +440,7 @@ def has_fields(cls: Any, names: Mapping[str, Any]) -> bool:
 
 def is_frozen(record: Any) -> bool:
     """True for an instance of a frozen dataclass."""
-    frozen: bool = type(record).__dataclass_params__.frozen
-    return frozen
+    return bool(type(record).__dataclass_params__.frozen)
 
 
 def make_record(cls: Any, fields: Mapping[str, Any]) -> Any:

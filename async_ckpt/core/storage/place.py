@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -222,11 +223,9 @@ def _check_options(options: Any) -> None:
             raise TypeError(
                 f'options["{name}"] must be a mapping, got {with_article(type(options[name]).__qualname__)}'
             )
-    seconds = options.get(_DEADLINE)
-    try:
+    seconds, is_time = options.get(_DEADLINE), False
+    with suppress(TypeError, ValueError):
         is_time = seconds is None or 0 < float(seconds) <= TIMEOUT_MAX
-    except (TypeError, ValueError):
-        is_time = False
     if not is_time:
         raise ValueError(f'options["{_DEADLINE}"] must be a number of seconds above 0, got {seconds!r:.100}')
 

@@ -167,8 +167,10 @@ def text_of(path: StrPath) -> str:
     text = os.fspath(path) if as_uri is None else as_uri()
     if not isinstance(text, str):
         raise TypeError("a path must be str, not bytes")
-    if not text or "\0" in text:
-        raise ValueError("the path is empty" if not text else f"{text!r:.300} is no path: it has a null character")
+    if not text:
+        raise ValueError("the path is empty")
+    if "\0" in text:
+        raise ValueError(f"{text!r:.300} is no path: it has a null character")
     match = _URL.match(text)
     if match and not match[2] and match[1] in SCHEMES and isinstance(path, str):
         raise ValueError(f"{shown(text)} has one slash too few; write {shown(text.replace(':/', '://', 1))}")

@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 
 from ....errors import CorruptCheckpointError
 from ...format import digests
-from ...format.index import Index, IndexedTensor, Member, Slice
+from ...format.index import Index, IndexedTensor, Member
 from ...host.threads import run_together
 from ...slicing.boxes import Box, cover
 from ...slicing.locator import StepItem, name_of
@@ -365,10 +365,22 @@ class MergedArchives(Contents):
             found = sources_in(pieces, tensor.shape, self._cover)
             if found[1] and not self._unopened and number not in self._parts:
                 # Its container is of another kind on some ranks, but ranks divide tensors by names and shapes alone.
-                pieces += [piece for archive in self._archives.values() for piece in _pieces_like(tensor, archive)]
+                for archive, own_number in self._by_name[name_of(tensor.path)]:
+                    other = archive.index.tensors[own_number]
+                    if (other.shape, other.dtype) == (tensor.shape, tensor.dtype):
+                        pieces += archive.pieces(own_number)
                 found = sources_in(pieces, tensor.shape, self._cover)
             self._sources[number] = found
         return self._sources[number][1]
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, list[tuple[Contents, int]]]:
+        """The tensors of all archives by name, once all archives are open."""
+        found: dict[str, list[tuple[Contents, int]]] = {}
+        for archive in self._archives.values():
+            for number, tensor in enumerate(archive.index.tensors):
+                found.setdefault(name_of(tensor.path), []).append((archive, number))
+        return found
 
     def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:
         by_rank = self._objects_by_rank(stored)
@@ -408,13 +420,6 @@ class MergedArchives(Contents):
         )
         error.tensors = (shown(tensor.path),)
         return error
-
-
-def _pieces_like(tensor: IndexedTensor, archive: Contents) -> Iterator[tuple[Contents, Slice]]:
-    """The pieces that an archive has of the tensor with the same name, shape and dtype."""
-    for number, other in enumerate(archive.index.tensors):
-        if (other.shape, other.dtype, name_of(other.path)) == (tensor.shape, tensor.dtype, name_of(tensor.path)):
-            yield from archive.pieces(number)
 
 
 def _by_own_number(tensors: Sequence[Mapping[int, int]]) -> dict[tuple[int, int], int]:
