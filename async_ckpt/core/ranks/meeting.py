@@ -27,7 +27,7 @@ from .store import Messages, quietly
 from .world import World, refuse_if_changed, world_of
 
 # The seconds between two calls of `look_around`.
-_LOOK_AROUND_SECONDS: Final = 5.0
+_LOOK_AROUND_SECONDS: Final = 2.0
 NOT_ALONE: Final = "make the same calls on every rank; if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
 _NO_STRUCTURE: Final = "-"
 # How many questions keep their answers in the store: no rank is that many steps behind another.
