@@ -321,24 +321,29 @@ class AsyncCheckpointer(RunReader):
         and needs no communication. Raises ValueError if there is no rule, if `step` is not a valid step, or once the
         first save has shown that a save costs more than `Due(mtbf=…)`, so that the training would make no progress.
         """
-        is_due = self._is_due(whole_step(step))
+        is_due = self._is_due(step)
         reached = None if self._saver.is_closed else self._policy.reached()
         if reached is not None:
             self._lineage.progressed(reached)
             self._report_training()
         return is_due
 
-    def _is_due(self, number: int) -> bool:
+    def _is_due(self, step: int) -> bool:
         if self._policy.is_arithmetic:
-            return self._policy.should_save(number)
-        leaving = self._notice.has_signals and self._ranks.is_leaving(asked=self._notice.is_given)
+            return self._policy.should_save(whole_step(step))
+        try:
+            number = whole_step(step)
+            leaving = self._notice.has_signals and self._ranks.is_leaving(asked=self._notice.is_given)
+        except BaseException as error:
+            self._ranks.asks_in_vain(error)
+            raise
 
-        def answer() -> tuple[Any, ...]:
+        def answer() -> Sequence[Any]:
             self._is_preempted = leaving
             is_due = self._policy.should_save(number)
             return is_due, leaving, self._policy.interval() if self._policy.has_interval else None
 
-        is_due, self._is_preempted, interval = self._ranks.answers_of_rank_0("should_save()", number, answer)
+        is_due, self._is_preempted, interval = self._ranks.answer_of_rank_0("should_save()", number, answer)
         self._interval = None if interval is None else SaveInterval(*interval)
         return bool(is_due)
 

@@ -110,7 +110,7 @@ def _agreed_step(
             raise
         talk.send(key, json.dumps({"found": newest, "skipped": [*skipped.items()]}))
         return newest[0] if newest else None
-    (text,) = talk.receive([key], "the step that rank 0 restores")
+    text = talk.receive(key, "the step that rank 0 restores")
     answer: dict[str, Any] = json.loads(text)
     if "error" in answer:
         raise PeerFailedError(f"rank 0 could not say which step to restore: {answer['error']}", rank=0)
@@ -152,12 +152,14 @@ def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
 
 def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
     """True if all ranks could read a step. Waits for all answers. Raises PeerFailedError if a rank has failed."""
-    talk.send(f"{step}/{talk.rank}", _FINE if is_fine else _CORRUPT)
-    if talk.rank == 0:
-        words = talk.receive([f"{step}/{rank}" for rank in range(talk.size)], "what the other ranks read")
+    word = _FINE if is_fine else _CORRUPT
+    if talk.rank:
+        talk.send(f"{step}/{talk.rank}", word)
+    else:
+        words = [word, *talk.receive_of_ranks(str(step), "what the other ranks read")]
         failed = next((word for word in words if word not in (_FINE, _CORRUPT)), None)
         talk.send(f"{step}/all", failed or (_FINE if {*words} == {_FINE} else _CORRUPT))
-    (word,) = talk.receive([f"{step}/all"], "what the other ranks read")
+    word = talk.receive(f"{step}/all", "what the other ranks read")
     if word not in (_FINE, _CORRUPT):
         failure = json.loads(word)
         raise PeerFailedError(

@@ -175,7 +175,7 @@ class Agreement(Rendezvous):
         raise PeerFailedError(
             f"{self._joint.what} is not committed: {where} must be shared by all ranks, but the archive of rank {rank} "
             "is not there, unless it was deleted just now. Give a root that all ranks share: a folder on a shared file "
-            "system, or an object store",
+            "system, or an object store. Ranks that save to several runs begin them in the same order",
             rank=rank,
         )
 

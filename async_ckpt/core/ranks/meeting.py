@@ -12,12 +12,12 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from ...errors import PeerFailedError
+from ...errors import ClosedError, PeerFailedError
 from ..host.waits import ENDS_THE_CALL, PEER_CALL_SECONDS, SIGN_SECONDS, Wait, wait_for
 from ..runs.receipts import EMPTY, Table
 from ..slicing.locator import Classes
@@ -30,7 +30,7 @@ from .world import World, refuse_if_changed, world_of
 _LOOK_AROUND_SECONDS: Final = 2.0
 NOT_ALONE: Final = "make the same calls on every rank; if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
 _NO_STRUCTURE: Final = "-"
-# How many questions keep their answers in the store: no rank is that many steps behind another.
+# How many answers of rank 0 stay in the store: no rank is that many steps behind.
 _KEPT: Final = 1000
 
 
@@ -51,11 +51,11 @@ def wait_for_rank_0(
 
 
 class Talk:
-    """The messages of one restore, which all ranks call in the same order. Used on the thread that restores."""
+    """The messages of one restore of all ranks. Used on the thread that restores."""
 
-    def __init__(self, meeting: Meeting, prefix: str) -> None:
+    def __init__(self, meeting: Meeting, number: int) -> None:
         self.rank, self.size = meeting.world.rank, meeting.world.size
-        self._meeting, self._prefix = meeting, prefix
+        self._meeting, self._prefix = meeting, _talk_prefix(number)
         self._signed = monotonic()  # when this rank last sent a keep-alive
         self._num_signs = 0  # the keep-alives that this rank has sent, or read
 
@@ -63,9 +63,18 @@ class Talk:
         """Send a message to all ranks. Each key may be used once."""
         self._meeting.messages().send(f"{self._prefix}/{key}", text)
 
-    def receive(self, keys: Sequence[str], what: str) -> list[str]:
-        """The messages with these keys, once they are there. Raises PeerFailedError if that takes too long."""
-        return self._meeting.receive([f"{self._prefix}/{key}" for key in keys], what, "restore()", self._has_signed)
+    def receive(self, key: str, what: str) -> str:
+        """The message of rank 0 with this key, once it is there. Raises PeerFailedError if that takes too long."""
+        return self._meeting.receive([f"{self._prefix}/{key}"], what, "restore()", self._has_signed)[0]
+
+    def sent(self, key: str) -> str | None:
+        """The message with this key, if it is there already; also None if the store is gone."""
+        return quietly(lambda: self._meeting.messages().sent(f"{self._prefix}/{key}"))
+
+    def receive_of_ranks(self, topic: str, what: str) -> list[str]:
+        """On rank 0: the messages of the other ranks on a topic, in order. Raises PeerFailedError as `receive`."""
+        keys = [f"{self._prefix}/{topic}/{rank}" for rank in range(1, self.size)]
+        return self._meeting.receive(keys, what, "restore()", of_ranks=True)
 
     def take_time(self) -> None:
         """On rank 0, now and then: send a keep-alive, so that the others wait longer for its next message."""
@@ -76,7 +85,7 @@ class Talk:
 
     def _has_signed(self) -> bool:
         """True if rank 0 has sent another keep-alive."""
-        is_signed = self.rank != 0 and self._meeting.messages().sent(f"{self._prefix}/{self._sign()}") is not None
+        is_signed = self.rank != 0 and self.sent(self._sign()) is not None
         self._num_signs += is_signed
         return is_signed
 
@@ -113,8 +122,9 @@ class Meeting:
         self._opening = threading.Lock()
         self._messages: Messages | None = None
         self._token: str | None = None
-        self._num_talks = 0  # the restores that have agreed on a step, or were to
-        self._num_asked: dict[str, int] = {}  # keyed by question; the most recent question is at the end
+        self._num_talks = 0  # the restores without a step for which the ranks have met, or were to
+        self._num_tries = 0  # the calls of such a restore on this rank since then
+        self._num_answers = 0  # the answers that rank 0 has sent, or this rank has read
         self.has_met = False
         self.table = EMPTY  # the table that holds before the first decision
 
@@ -193,7 +203,7 @@ class Meeting:
         if rank == 0:
             keys, what = [f"structure/{n}" for n in range(size)], "the first save of the other ranks"
             try:
-                structures = self.receive(keys, what, where)
+                structures = self.receive(keys, what, where, of_ranks=True)
             except BaseException:  # the others need not wait: each writes everything that it holds
                 quietly(lambda: messages.send("classes", json.dumps(EMPTY.packed())))
                 raise
@@ -216,61 +226,127 @@ class Meeting:
 
     # --- rank 0's answers ---------------------------------------------------------------------------------
 
-    def answers_of_rank_0(self, what: str, step: int, ask: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Return on all ranks what `ask` returns on rank 0, as JSON. All ranks ask the same questions about a step in
-        the same order. A question is identified by its subject, and by how often it was asked before, so ranks still
-        understand each other after one of them has failed before asking.
+    def answer_of_rank_0(self, what: str, step: int, ask: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        """Return on all ranks what `ask` returns on rank 0, as JSON. All ranks ask once for each step.
 
+        Rank 0's answers are a log. A rank looks there for the answer about its step, so it may have asked less often.
         Raises PeerFailedError on the other ranks if `ask` raises on rank 0, or rank 0 does not answer in time.
         """
-        about, decides = f"answer/{what}/{step}", self.world.rank == 0
-        number = self._num_asked.pop(about, 0)
-        self._num_asked[about] = number + 1
-        question = f"{about}/{number}"
-        if decides:
-            try:
-                answers = ask()
-            except BaseException as error:
-                self.messages().send(question, json.dumps(in_words(error)))
-                raise
-            self.messages().send(question, json.dumps(answers))
-        else:
-            (text,) = self.receive([question], f"rank 0's word on {what}", what)
-            answers = json.loads(text)
-            if isinstance(answers, str):
-                raise PeerFailedError(f"{what} has failed on rank 0: {answers}", rank=0)
-        while len(self._num_asked) > _KEPT:
-            oldest = next(iter(self._num_asked))
-            for number in range(self._num_asked.pop(oldest)):
-                if decides:
-                    self.messages().forget(f"{oldest}/{number}")
-        return tuple(answers)
+        if self.world.rank:
+            return self._answer_about(step, what)
+        try:
+            answer = ask()
+        except BaseException as error:
+            self._send_answer({"about": step, "error": in_words(error)})
+            raise
+        self._send_answer({"about": step, "answer": answer})
+        return answer
+
+    def does_not_ask(self, error: BaseException) -> None:
+        """On rank 0: fail the question that the others ask now, since it has a wrong argument here."""
+        if self.world.rank == 0:
+            self._send_answer({"about": None, "error": in_words(error)})
+
+    def _send_answer(self, answer: Mapping[str, Any]) -> None:
+        number, self._num_answers = self._num_answers, self._num_answers + 1
+        self.messages().send(f"answer/{number}", json.dumps(answer))
+        if number >= _KEPT:
+            self.messages().send("answer/first", str(number - _KEPT + 1))
+            self.messages().forget(f"answer/{number - _KEPT}")
+
+    def _answer_about(self, step: int, what: str) -> Sequence[Any]:
+        """On another rank: the next answer of rank 0 about `step`, or about a wrong argument."""
+        number, about = self._num_answers, -1
+        while True:
+            if (text := self.messages().sent(f"answer/{number}")) is None:
+                if (first := int(self.messages().sent("answer/first") or 0)) > number:
+                    number = first
+                    continue
+                if about > step:  # rank 0 is at a later step, and the next calls will match again
+                    raise PeerFailedError(
+                        f"{what}: this rank asks about step {step}, rank 0 about step {about}", rank=0
+                    )
+                passed = f"; its last one was about step {about}" if about >= 0 else ""
+                (text,) = self.receive([f"answer/{number}"], f"rank 0's word on {what} for step {step}{passed}", what)
+            answer: dict[str, Any] = json.loads(text)
+            number += 1
+            if answer["about"] in (step, None):
+                self._num_answers = number
+                if "error" in answer:
+                    raise PeerFailedError(f"{what} has failed on rank 0: {answer['error']}", rank=0)
+                return list(answer["answer"])
+            about = answer["about"]
 
     # --- waiting ------------------------------------------------------------------------------------------
-
-    def talk(self) -> Talk | None:
-        """The messages of one restore; None for a single rank. Waits for rank 0."""
-        if self.world.is_one:
-            return None
-        self.token("restore()")
-        self._num_talks += 1
-        return Talk(self, f"restore/{self._num_talks}")
 
     @contextmanager
     def restoring(self, *, talks: bool) -> Iterator[None]:
         """The block of one restore. It `talks` if it names no step, so that the ranks agree on one. If it raises before
-        that, it counts all the same: the next restores of all ranks match, and rank 0 sends its error to the others.
+        all ranks have met, it fails on all of them.
         """
         num_before = self._num_talks
+        self._num_tries += talks
         try:
             yield
         except BaseException as error:
             if talks and self._num_talks == num_before and not (self._world or world_of()).is_one:
-                self._num_talks += 1
-                if self.world.rank == 0:
-                    text = json.dumps({"error": in_words(error)})
-                    self.start.send_later(f"{self.topic}/restore/{self._num_talks}/{step_key(0)}", text)
+                with suppress(ClosedError):  # in a forked child
+                    self._does_not_talk(error)
             raise
+
+    def _does_not_talk(self, error: BaseException) -> None:
+        rank, prefix = self.world.rank, _talk_prefix(self._num_talks)
+        if rank == 0:
+            self._num_talks += 1
+            self.start.send_later(f"{self.topic}/{prefix}/met", json.dumps([_restore_failed(0, error), None]))
+        elif isinstance(error, PeerFailedError):  # this rank has restored alone
+            quietly(lambda: self.messages().forget(f"{prefix}/here/{rank}"))
+        else:
+            here = json.dumps([self._num_tries, _restore_failed(rank, error)[1]])
+            self.start.send_later(f"{self.topic}/{prefix}/here/{rank}", here)
+
+    def talk(self) -> Talk | None:
+        """Meet all ranks for a restore that names no step; None for a single rank. In the block of `restoring`.
+
+        A rank counts its calls since it last met the others, and rank 0 names the call of each rank that it has met.
+        So a call that a rank made alone, or that was interrupted, does not match a later one of all ranks. Raises
+        PeerFailedError if the restore has failed on another rank, or a rank does not come.
+        """
+        if self.world.is_one:
+            return None
+        self.token("restore()")
+        rank = self.world.rank
+        while True:
+            talk = Talk(self, self._num_talks)
+            if rank == 0:
+                self._gather(talk)
+                return talk
+            talk.send(f"here/{rank}", json.dumps([self._num_tries, ""]))
+            failed, tries = json.loads(talk.receive("met", "rank 0 to restore"))
+            is_met = tries is None or tries.get(str(rank), 1) == self._num_tries
+            self._num_talks, self._num_tries = self._num_talks + 1, 0 if is_met else 1
+            if is_met and failed:
+                raise PeerFailedError(failed[1], rank=failed[0])
+            if is_met:
+                return talk
+
+    def _gather(self, talk: Talk) -> None:
+        """On rank 0: wait until all ranks are here, and tell them."""
+        failed: tuple[int, str] | None = None
+        texts: Sequence[str | None] = ()
+        try:
+            texts = talk.receive_of_ranks("here", "the other ranks to restore")
+            for rank, (_, why) in enumerate(map(json.loads, texts), 1):
+                if why:
+                    raise PeerFailedError(why, rank=rank)
+        except BaseException as error:
+            failed = (error.rank, str(error)) if isinstance(error, PeerFailedError) else _restore_failed(0, error)
+            texts = texts or [talk.sent(f"here/{rank}") for rank in range(1, self.world.size)]
+            raise
+        finally:
+            self._num_talks += 1
+            tries = {rank: json.loads(text)[0] if text else 0 for rank, text in enumerate(texts, 1)}
+            talk.send("met", json.dumps([failed, {rank: number for rank, number in tries.items() if number != 1}]))
 
     def receive(
         self,
@@ -278,25 +354,30 @@ class Meeting:
         what: str,
         where: str = "save()",
         takes_time: Callable[[], bool] = lambda: False,
+        *,
+        of_ranks: bool = False,
     ) -> list[str]:
-        """The messages with these keys, once all of them are there. `takes_time` returns True if the rank that is to
-        write them has just sent a keep-alive.
+        """The messages with these keys, once all of them are there: of rank 0, or with `of_ranks`, of the rank that
+        each key ends with. `takes_time` returns True if rank 0 has just sent a keep-alive.
         """
+
+        def ranks_of(keys: Sequence[str]) -> set[int]:
+            return {int(key.rpartition("/")[2]) for key in keys} if of_ranks else {0}
+
         wait = Wait(f"in {where}", ENDS_THE_CALL)
         begin = looked = monotonic()
 
         def late() -> PeerFailedError:
-            missing = [key.rpartition("/")[2] for key in self.messages().missing(keys)]
-            who = f"; nothing was heard of ranks {', '.join(missing[:20])}" if len(keys) > 1 else ""
+            missing = sorted(ranks_of(self.messages().missing(keys)))
+            who = f"; nothing was heard of ranks {', '.join(map(str, missing[:20]))}" if of_ranks else ""
             return PeerFailedError(
-                f"waited {PEER_CALL_SECONDS:.0f} s for {what}{who}. {self.advised}",
-                rank=int(missing[0]) if missing and len(keys) > 1 else 0,
+                f"waited {PEER_CALL_SECONDS:.0f} s for {what}{who}. {self.advised}", rank=missing[0] if missing else 0
             )
 
         def look_around() -> bool:
             goes_on = takes_time()
-            lost = self.start.heartbeats.lost(self._ranks_of(keys))
-            missing = self._ranks_of(self.messages().missing(keys)) if lost else ()
+            lost = self.start.heartbeats.lost(ranks_of(keys) - {self.world.rank})
+            missing = ranks_of(self.messages().missing(keys)) if lost else ()
             for rank, why in lost.items():
                 if rank in missing:
                     raise PeerFailedError(
@@ -317,16 +398,20 @@ class Meeting:
 
         return self.messages().receive(keys, go_on)
 
-    def _ranks_of(self, keys: Sequence[str]) -> set[int]:
-        """The other ranks that are to write these messages; most messages are rank 0's."""
-        split = [key.partition("/") for key in keys]
-        whose = {int(rank) if topic in ("structure", "nodes") and rank.isdigit() else 0 for topic, _, rank in split}
-        return whose - {self.world.rank}
-
 
 def step_key(number: int) -> str:
     """The key of the message in which rank 0 names the step that a restore tries after `number` corrupt ones."""
     return f"{number}/step"
+
+
+def _talk_prefix(number: int) -> str:
+    """The prefix of the messages of the restore that follows `number` others."""
+    return f"restore/{number}"
+
+
+def _restore_failed(rank: int, error: BaseException) -> tuple[int, str]:
+    """A rank on which a restore has failed, and the message of this for the other ranks."""
+    return rank, f"restore() has failed on rank {rank}: {in_words(error)}"
 
 
 def in_words(error: BaseException) -> str:

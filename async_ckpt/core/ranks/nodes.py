@@ -101,7 +101,9 @@ class RunNodes:
             self._key = bytes.fromhex(secret)
             messages.send("nodes/claimed", json.dumps({"claimed": claimed, "key": secret}))
             ranks = range(1, self._meeting.world.size)
-            texts = self._meeting.receive([f"nodes/{rank}" for rank in ranks], "the disks of the other ranks")
+            texts = self._meeting.receive(
+                [f"nodes/{rank}" for rank in ranks], "the disks of the other ranks", of_ranks=True
+            )
             others = dict(zip(ranks, map(json.loads, texts), strict=True))
             spread = {n: leads for n in claimed if (leads := self._leads(n, others))}
             for n in disks:

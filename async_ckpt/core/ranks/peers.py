@@ -6,7 +6,7 @@ nothing of: archives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
@@ -152,15 +152,20 @@ class Ranks:
         if self.nodes is not None:
             self.nodes.close()
 
-    def answers_of_rank_0(self, what: str, step: int, ask: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    def answer_of_rank_0(self, what: str, step: int, ask: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """Return rank 0's result of `ask` on all ranks, which must ask about the same steps.
 
         Raises PeerFailedError on the other ranks if `ask` raises on rank 0.
         """
         self.meeting.refuse_if_changed()
-        if self.is_alone:
-            return ask()
-        return self.meeting.answers_of_rank_0(what, step, ask)
+        return ask() if self.is_alone else self.meeting.answer_of_rank_0(what, step, ask)
+
+    def asks_in_vain(self, error: BaseException) -> None:
+        """Report that this rank could not ask, so that the other ranks do not wait for rank 0's answer."""
+        with suppress(ValueError):  # the group has changed, which the caller reports
+            self.meeting.refuse_if_changed()
+            if not self.is_alone:
+                self.meeting.does_not_ask(error)
 
     def is_leaving(self, *, asked: bool) -> bool:
         """True if this rank was asked to leave, which it then reports to rank 0; on rank 0, True if any rank was.

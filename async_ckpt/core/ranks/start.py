@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from ...errors import PeerFailedError
 from ..host.loop import awaitable, get_loop
@@ -27,7 +27,7 @@ from ..host.process import in_forked_child, never_end, own_process
 from ..host.threads import running_future
 from ..host.waits import growing_pauses, wait_for_all
 from .heartbeats import Heartbeats
-from .store import Connection, count_of
+from .store import Connection, count_of, forked_error
 from .word_log import WordLog, longest_pause
 from .world import World
 
@@ -189,13 +189,15 @@ class WorldStart:
 
 # By store: a new process group in the same process has another store.
 _starts: WeakKeyDictionary[Any, WorldStart] = WeakKeyDictionary()
+_of_parent: WeakSet[Any] = WeakSet()  # in a forked child: the stores that the parent uses
 _starting = threading.Lock()
 
 
 @in_forked_child
 def _forget_starts() -> None:
     global _starts, _starting
-    for start in list(_starts.values()):
+    for store, start in list(_starts.items()):
+        _of_parent.add(store)
         never_end(start)
     _starts, _starting = WeakKeyDictionary(), threading.Lock()
 
@@ -208,7 +210,9 @@ def answer_the_last() -> None:
 
 
 def start_of(world: World) -> WorldStart:
-    """This start of a world that has a store."""
+    """This start of a world that has a store. Raises ClosedError in a forked child of a rank."""
+    if world.store in _of_parent:
+        raise forked_error()
     with _starting:  # does not ask the store
         if world.store not in _starts:
             _starts[world.store] = WorldStart(world)

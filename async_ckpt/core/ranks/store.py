@@ -9,6 +9,7 @@ store for a key, since such a call can neither be cancelled nor run beside other
 
 from __future__ import annotations
 
+import os
 import socket
 import weakref
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ class Connection:
         # Older versions of torch cannot clone a client, so their calls may have to wait for a call of the training.
         self._copies = self.address is not None and hasattr(store, "clone")
         self._own: Any = None  # used by the thread that calls the store
-        self._crew = Crew("store", 1)
+        self._crew, self._pid = Crew("store", 1), os.getpid()
         self.answered_at = 0.0  # when the store last answered
 
     @property
@@ -62,8 +63,10 @@ class Connection:
         """Call `call` with the store, after all calls that were requested before. Does not wait.
 
         `given`: use the store as the user or the process group has it, whose keys may have a prefix. The future gets a
-        RuntimeError if the store is gone, or the interpreter exits.
+        RuntimeError if the store is gone, or the interpreter exits. Raises ClosedError in a forked child.
         """
+        if os.getpid() != self._pid:
+            raise forked_error()
         outcome: Future[T] = running_future()
 
         def run() -> None:
@@ -123,6 +126,14 @@ def _connected(address: tuple[str, int], given: Any = None) -> Any:
         return store
     connect: Any = dist.TCPStore  # type: ignore[attr-defined]
     return connect(*address, is_master=False, timeout=duration(_CONNECT_SECONDS))
+
+
+def forked_error() -> ClosedError:
+    """The error of a forked child that calls as if it were a rank."""
+    return ClosedError(
+        "this process was forked from a rank, and is no rank itself; call from its parent, or restore a step by its "
+        "number"
+    )
 
 
 class Messages:

@@ -188,7 +188,7 @@ WRONG_RESTORES = {"strict": 3, "verify": "x", "step": "x", "marked": "bad", "bro
 
 @pytest.mark.parametrize("name", WRONG_RESTORES)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_wrong_restore_on_one_rank_leaves_none_waiting_and_the_next_one_works(worlds, rank, name):
+def test_a_wrong_restore_on_one_rank_fails_on_all_and_the_next_one_works(worlds, rank, name):
     script = f"""
     with open_run(here.root) as ckpt:
         here.save(ckpt, small(1), 1)
@@ -204,11 +204,100 @@ def test_a_wrong_restore_on_one_rank_leaves_none_waiting_and_the_next_one_works(
 
     assert seconds == (2, 2)
     assert firsts[rank].startswith(("TypeError", "ValueError"))
-    if rank == 0:
-        assert firsts[1].startswith("PeerFailedError: rank 0 could not say which step to restore: ")
-        assert firsts[1].endswith(firsts[0])
-    else:
-        assert firsts[0] == 1
+    assert firsts[1 - rank] == f"PeerFailedError: restore() has failed on rank {rank}: {firsts[rank]}"
+
+
+@pytest.mark.parametrize(("rank", "ends"), [(0, "Ctrl-C"), (0, "late"), (1, "late")])
+def test_a_restore_of_one_rank_alone_fails_and_takes_no_step_from_a_later_one_of_all(worlds, rank, ends):
+    script = f"""
+    import contextlib, signal, threading
+    from async_ckpt.core.ranks import meeting
+    steps, target = [], small(0)  # by collectives
+    with open_run(here.root) as ckpt:
+        here.save(ckpt, small(1), 1)
+        if here.rank == {rank}:
+            patience = meeting.PEER_CALL_SECONDS
+            meeting.PEER_CALL_SECONDS = 0.1 if {ends!r} == "late" else patience
+            wait = ckpt._ranks.meeting.receive
+            if {ends!r} == "Ctrl-C":
+                def interrupted(*what, **how):
+                    signal.raise_signal(signal.SIGINT)
+                    return wait(*what, **how)
+                ckpt._ranks.meeting.receive = interrupted
+            try:
+                steps.append(ckpt.restore(target))
+            except BaseException as error:
+                here.tell(f"{{type(error).__name__}}: {{error}}")
+            ckpt._ranks.meeting.receive, meeting.PEER_CALL_SECONDS = wait, patience
+        here.meet("alone")
+        for step in (2, 3):
+            here.save(ckpt, small(step), step)
+            with contextlib.suppress(async_ckpt.PeerFailedError):
+                steps.append(ckpt.restore(target))
+    here.tell(steps)
+    """
+    told = worlds.told(2, script)
+
+    (alone,) = [line for line in told[rank] if isinstance(line, str)]
+    assert alone.startswith("KeyboardInterrupt" if ends == "Ctrl-C" else "PeerFailedError: waited 0 s for ")
+    assert [one[-1] for one in told] == [[2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_question_of_one_rank_leaves_none_waiting_and_the_next_ones_are_answered(worlds, rank):
+    script = f"""
+    from async_ckpt import Due
+    def asked(step):
+        try:
+            return ckpt.should_save(step)
+        except Exception as error:
+            return f"{{type(error).__name__}}: {{error}}"
+    with open_run(here.root, due=Due(seconds=1000, every=3)) as ckpt:
+        here.tell([asked(1), asked(-1 if here.rank == {rank} else 2), asked(3), asked(4)])
+    """
+    firsts = [one[-1] for one in worlds.told(2, script)]
+
+    assert firsts[rank][1].startswith("ValueError")
+    assert firsts[1 - rank][1] == (
+        False if rank else f"PeerFailedError: should_save() has failed on rank 0: {firsts[0][1]}"
+    )
+    assert [[*answers[:1], *answers[2:]] for answers in firsts] == [[False, True, False]] * 2
+
+
+def test_a_forked_child_of_a_rank_is_no_rank_and_reads_steps_by_number(worlds):
+    script = """
+    import children
+    from async_ckpt import ClosedError, Due
+    children.forks_on_purpose()
+    target = small(0)
+    with open_run(here.root, due=Due(seconds=1000)) as ckpt:
+        here.save(ckpt, small(1), 1)
+        child = os.fork()
+        if not child:
+            there = open_run(here.root)  # inherits the process group
+            calls = [
+                lambda: ckpt.restore(target),
+                lambda: ckpt.restore(target, strict=3),
+                lambda: there.restore(target),
+                lambda: there.save(target, 2),
+                lambda: ckpt.save(target, "x"),
+                lambda: ckpt.should_save(2),
+                lambda: there.prewarm(target),
+                lambda: ckpt.restore(target, 1),
+            ]
+            for call in calls:
+                try:
+                    here.tell(call())
+                except Exception as error:
+                    here.tell(type(error).__name__)
+            os._exit(0)
+        os.waitpid(child, 0)
+        here.save(ckpt, small(2), 2)
+        here.tell(ckpt.restore(target))
+    """
+    for told in worlds.told(2, script):
+        assert told[1:-2] == ["ClosedError", "ValueError", *["ClosedError"] * 5, 1]
+        assert (told[-2]["status"], told[-1]) == ("committed", 2)
 
 
 def test_a_step_that_is_committed_is_refused_to_all_and_replaced_with_overwrite(worlds):

@@ -86,3 +86,67 @@ def test_no_plan_of_calls_has_ranks_contradict_each_other_or_costs_more_than_its
         committed = {path.parent.name for path in (worlds.root / str(n)).glob("step_*/manifest.json")}
         found = wrong_in(plan, [one.told[n] for one in ended], committed)
         assert not found, (world, plan, found)
+
+
+_ROUNDS = 6
+# What a rank does in a round, and how often.
+_RESTORES = {"right": 8, "missed": 2, "wrong": 1, "Ctrl-C": 1, "twice": 1}
+
+RESTORE = """
+import signal
+from async_ckpt.core.ranks import meeting
+
+meeting.PEER_CALL_SECONDS = 2.0
+
+def interrupted():
+    receive = ckpt._ranks.meeting.receive
+    def call(*arguments, **options):
+        signal.raise_signal(signal.SIGINT)
+        return receive(*arguments, **options)
+    ckpt._ranks.meeting.receive = call
+    try:
+        return ckpt.restore(target)
+    finally:
+        ckpt._ranks.meeting.receive = receive
+
+def outcome_of(call):
+    try:
+        return call()
+    except (Exception, KeyboardInterrupt) as error:
+        return f"{{type(error).__name__}}: {{error}}"
+
+target = small(0)
+with open_run(here.root) as ckpt:
+    for step, kinds in enumerate({plan!r}, start=1):
+        here.save(ckpt, small(step), step)
+        here.meet(f"before{{step}}")
+        calls = {{
+            "right": [lambda: ckpt.restore(target)],
+            "missed": [],
+            "wrong": [lambda: ckpt.restore(target, strict=3)],
+            "Ctrl-C": [interrupted],
+            "twice": [lambda: ckpt.restore(target)] * 2,
+        }}[kinds[here.rank]]
+        here.tell([outcome_of(call) for call in calls])
+        here.meet(f"after{{step}}")
+"""
+
+
+@pytest.mark.parametrize("seed", slices.some(range(60), 57))
+def test_in_no_plan_of_restores_does_a_rank_get_an_older_step_and_each_wrong_round_costs_at_most_one_more(worlds, seed):
+    size, drawn = 2 + seed % 2, random.Random(seed)
+    plan = [drawn.choices([*_RESTORES], [*_RESTORES.values()], k=size) for _ in range(_ROUNDS - 2)]
+    plan += [["right"] * size] * 2
+    told = [
+        [line for line in one.told if isinstance(line, list)] for one in worlds.run(size, RESTORE.format(plan=plan))
+    ]
+
+    num_wrong = 0
+    for step, (kinds, *outcomes) in enumerate(zip(plan, *told, strict=True), start=1):
+        said = [outcome for calls in outcomes for outcome in calls]
+        assert {outcome for outcome in said if isinstance(outcome, int)} <= {step}, (plan, told)
+        if set(kinds) != {"right"}:
+            num_wrong += 1
+        elif set(said) != {step}:
+            num_wrong -= 1
+            assert num_wrong >= 0, (plan, told)

@@ -10,6 +10,7 @@ from rank_states import numbered
 from rank_worlds import AGENT_STORE
 from states import open_run
 
+from async_ckpt import PeerFailedError
 from async_ckpt.core.ranks import meeting
 from async_ckpt.core.ranks.meeting import Meeting
 from async_ckpt.core.ranks.store import Connection, Messages
@@ -98,17 +99,36 @@ def test_worlds_below_prefixes_of_one_store_do_not_mix(worlds):
 
 
 def test_a_store_keeps_the_answers_about_the_newest_steps_alone(monkeypatch):
-    """A training asks at every step, about some steps twice, and the store is memory of rank 0's process."""
+    """A training asks at every step, about some steps twice, and the store is memory of rank 0's process. A rank that
+    has not asked for long goes on from there.
+    """
     monkeypatch.setattr(meeting, "_KEPT", 2)
+    store = dist.HashStore()
+    messages = Messages(Connection(store), "start")
+    first, second, third = (Meeting((rank, 3), store=store) for rank in range(3))
+    for one in (first, second, third):
+        monkeypatch.setattr(one, "messages", lambda: messages)
+        monkeypatch.setattr(one, "receive", lambda keys, *_: messages.receive(keys, lambda _: None))
+    for step in (1, 2, 2, 3, 4):
+        answer = first.answer_of_rank_0("due", step, lambda: [True, False])
+        assert second.answer_of_rank_0("due", step, list) == answer == [True, False]
+
+    said = [f"answer/{number}" for number in range(6)]
+    assert [key for key in said if key not in messages.missing(said)] == ["answer/3", "answer/4"]
+    assert third.answer_of_rank_0("due", 4, list) == [True, False]
+
+
+def test_an_answer_is_that_about_the_same_step_whatever_calls_a_rank_has_missed_or_made_alone(monkeypatch):
     store = dist.HashStore()
     messages = Messages(Connection(store), "start")
     first, second = (Meeting((rank, 2), store=store) for rank in range(2))
     for one in (first, second):
         monkeypatch.setattr(one, "messages", lambda: messages)
-        monkeypatch.setattr(one, "receive", lambda keys, *_: messages.receive(keys, lambda _: None))
-    for step in (1, 2, 2, 3, 4):
-        answer = first.answers_of_rank_0("due", step, lambda: (True, False))
-        assert second.answers_of_rank_0("due", step, tuple) == answer == (True, False)
-
-    said = [f"answer/due/{step}/{number}" for step in (1, 2, 3, 4) for number in (0, 1)]
-    assert [key for key in said if key not in messages.missing(said)] == ["answer/due/3/0", "answer/due/4/0"]
+    for step in (1, 2, 3):
+        first.answer_of_rank_0("due", step, lambda step=step: [step])
+    assert second.answer_of_rank_0("due", 2, list) == [2]  # 1 was missed
+    with pytest.raises(PeerFailedError, match="this rank asks about step 2, rank 0 about step 3"):
+        second.answer_of_rank_0("due", 2, list)  # made twice
+    assert second.answer_of_rank_0("due", 3, list) == [3]
+    first.answer_of_rank_0("due", 1, lambda: [1])  # after a rollback
+    assert second.answer_of_rank_0("due", 1, list) == [1]
