@@ -1,6 +1,7 @@
 """Loading: the whole or a part, from a file, a step or a run; copied, or mapped."""
 
 import contextlib
+import gc
 import json
 import shutil
 import signal
@@ -731,6 +732,30 @@ def test_a_run_is_read_two_hundred_times_beside_a_process_that_writes_it(tmp_pat
         child.send(signal.SIGKILL)
         child.ended()
     assert last > 2
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        async_ckpt.load,
+        async_ckpt.verify,
+        lambda root: AsyncCheckpointer(root).restore({"a": {"w": torch.zeros(9)}, "b": {"w": torch.zeros(9)}}),
+    ],
+    ids=["load", "verify", "restore"],
+)
+def test_the_blocks_that_were_read_are_freed_without_the_garbage_collector(read, tmp_path):
+    """A process that loads again and again would grow by megabytes for each archive until the next collection."""
+    state = {"a": {"w": torch.ones(9)}, "b": {"w": torch.ones(9)}}
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        ckpt.save(state, 1)
+        ckpt.save(state, 2, unchanged=["a"])
+    gc.collect()
+    gc.disable()
+    try:
+        read(tmp_path)
+        assert not [one for one in gc.get_objects() if type(one) is OpenArchive]
+    finally:
+        gc.enable()
 
 
 # --- other names -------------------------------------------------------------------------------------------------

@@ -106,6 +106,8 @@ class StepArchives:
         self._opened: dict[int, OpenArchive] = {}
         self._lenders: dict[tuple[str, str], OpenArchive] = {}
         self._has_all_names = False
+        for archives in (self._opened, self._lenders):  # they refer to this object, and hold blocks that were read
+            stack.callback(archives.clear)
 
     @property
     def num_ranks(self) -> int:
