@@ -320,6 +320,7 @@ class AsyncCheckpointer(RunReader):
         signals to it in this call: call it on every rank, at every step. `Due(every=…)` alone depends only on the step
         and needs no communication. Raises ValueError if there is no rule, if `step` is not a valid step, or once the
         first save has shown that a save costs more than `Due(mtbf=…)`, so that the training would make no progress.
+        Raises PeerFailedError on the other ranks if it raises on rank 0, or rank 0 has passed the step or is lost.
         """
         is_due = self._is_due(step)
         reached = None if self._saver.is_closed else self._policy.reached()
@@ -562,7 +563,8 @@ class AsyncCheckpointer(RunReader):
                 ranks of the group make this call.
             marked: with "good", take the newest step that is marked good, instead of the newest step.
 
-        With several ranks and without `step`, all ranks make this call and take the step that rank 0 chooses.
+        With several ranks and without `step`, all ranks make this call and take the step that rank 0 chooses. It raises
+        PeerFailedError if it fails on another rank before that, or a rank does not make it.
 
         Raises StateMismatchError before any object is changed, CorruptCheckpointError, StorageUnavailableError (also if
         a root does not answer and the others have no step), NoGoodStepError if the marks rule out every step,
