@@ -41,31 +41,17 @@ def part_of(step: StepArchives) -> Part:
     step.open_first()
     if step.num_ranks == 1:
         return Part(step.opened[0], step.groups, step.manifest)
-    try:
-        archive = _merged(step)
-    except UnknownChoiceError:
-        if step.is_whole:
-            raise
-        step.open_all()  # so that the error names the ranks that have such a value
-        archive = _merged(step)
-    if step.num_ranks != archive.world_size:
-        raise archive.corrupt(
-            f"its manifest names {step.num_ranks} archives, but {archive.world_size} ranks have saved it"
-        )
-    return Part(archive, step.groups, step.manifest)
-
-
-def _merged(step: StepArchives) -> MergedArchives:
-    ranks, readers = step.manifest.ranks, step.readers
-    return MergedArchives(
+    ranks = step.manifest.ranks
+    archive = MergedArchives(
         step.opened,
         path=step.path,
-        ranks=readers.ranks,
+        ranks=step.readers.ranks,
         per_rank=ranks.per_rank if ranks else (),
-        from_ranks=readers.from_ranks,
+        from_ranks=step.readers.from_ranks,
         groups=step.groups,
         step=step,
     )
+    return Part(archive, step.groups, step.manifest)
 
 
 @contextlib.contextmanager
@@ -178,6 +164,10 @@ class MergedArchives(Contents):
         if len(sizes) != 1:
             raise self.corrupt(f"its archives were saved by worlds of {sorted(sizes)} ranks")
         (self.world_size,) = sizes
+        if self._step is not None and self._step.num_ranks != self.world_size:
+            raise self.corrupt(
+                f"its manifest names {self._step.num_ranks} archives, but {self.world_size} ranks have saved it"
+            )
         return dict(sorted(archive_of.items()))
 
     def _merge(self) -> MergedSkeleton:
@@ -190,7 +180,11 @@ class MergedArchives(Contents):
                 groups=self._groups,
             )
         except UnknownChoiceError:
-            raise
+            if (step := self._unopened) is None:
+                raise
+            step.open_all()  # so that the error names the ranks that have such a value
+            self._archives = self._by_rank(step.opened)
+            return self._merge()
         except Exception as error:  # the skeletons are untrusted
             why = printable(f"{type(error).__name__}: {error!s:.200}")
             raise self.corrupt(f"the skeletons of its archives cannot be read as one ({why})") from error
