@@ -27,9 +27,7 @@ from async_ckpt.core.loading.archives import find
 from async_ckpt.core.loading.archives.archive import OpenArchive
 from async_ckpt.core.loading.archives.contents import Part
 from async_ckpt.core.loading.archives.find import from_newest
-from async_ckpt.core.loading.archives.step_archives import Readers
 from async_ckpt.core.loading.restore import RestoreOptions, restore_state
-from async_ckpt.core.loading.resume import resume
 from async_ckpt.core.runs.roots import Roots
 from async_ckpt.core.runs.run import Run
 from async_ckpt.core.spec import BLOCK_BYTES, MIB
@@ -673,14 +671,11 @@ def test_of_the_newest_steps_corrupt_ones_are_told_of_and_passed_over(run):
     told: list[int] = []
 
     def taken() -> tuple[int, str] | None:
-        return resume(
+        return from_newest(
             roots,
             lambda parts: parts[0].archive.path,
             verify=True,
-            readers=Readers(),
-            talk=None,
-            see_own_saves=lambda **_: None,
-            fallback=False,
+            falls_back=True,
             on_skip=lambda step, reason: told.append(step),
         )
 

@@ -52,7 +52,7 @@ with open_run(here.root) as ckpt:
 AGAIN = """
 import warnings
 warnings.simplefilter("ignore")
-from async_ckpt.core.loading import resume
+from async_ckpt.core.loading import run_restore
 {harm}
 state = small(0)
 with open_run(here.root) as ckpt:
@@ -130,7 +130,7 @@ def stale_read(self, path):
     return read(self, path)
 
 LocalStorage.names, LocalStorage.read = stale_names, stale_read
-resume.SEEN_SECONDS = {seconds}
+run_restore.SEEN_SECONDS = {seconds}
 """
 
 

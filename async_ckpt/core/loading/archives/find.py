@@ -52,23 +52,29 @@ def from_newest(
     *,
     verify: bool,
     readers: Readers = _ANY_READER,
+    only_good: bool = False,
+    falls_back: bool = False,
+    on_skip: Callable[[int, str], None] | None = None,
     stacklevel: int = 5,
 ) -> tuple[int, T] | None:
     """The newest committed step that is not marked bad, and the result of `use` for its archives.
 
-    Returns None if nothing is committed. If a step is deleted while it is read, the newest step of that moment is read
-    instead. `stacklevel` is for warnings about steps that are marked bad. Raises CorruptCheckpointError,
-    NoGoodStepError, NotCommittedError and StorageUnavailableError.
+    Returns None if nothing is committed. With `only_good`, only steps that are marked good are tried; with
+    `falls_back`, a corrupt step is skipped. If a step is deleted while it is read, the newest step of that moment is
+    read instead. `on_skip` receives each skipped step and the reason; by default it warns, with `stacklevel`. Raises
+    CorruptCheckpointError, NoGoodStepError, NotCommittedError and StorageUnavailableError.
     """
-    passed = PassedOver(partial(_warn_of_bad, stacklevel))
-    for number in range(TRIES):
-        step = passed.next(roots.newest_sound)
-        if step is None:
-            break
+    passed, num_gone = PassedOver(on_skip or partial(_warn_of_bad, stacklevel)), 0
+    while (step := passed.next(partial(roots.newest_sound, only_good=only_good))) is not None:
         try:
             return step, from_step(roots, step, use, verify=verify, readers=readers)
+        except CorruptCheckpointError as error:
+            if not falls_back:
+                raise
+            passed.note(step, error)
         except NotCommittedError as error:
-            if number == TRIES - 1:
+            num_gone += 1
+            if num_gone == TRIES:
                 raise overtaken_error(", ".join(roots.names)) from error
     passed.raise_any(roots)
     return None
