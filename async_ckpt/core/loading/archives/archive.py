@@ -390,12 +390,7 @@ def first_bytes(reader: Reader, *, path: str, at_most: int = BLOCK_BYTES) -> mem
     num_bytes = min(reader.num_bytes, at_most)
     # Reads that bypass the page cache need whole pages. Such memory takes longer to allocate than a few bytes.
     data = HostBuffer(num_bytes).view if num_bytes >= BLOCK_BYTES else memoryview(bytearray(num_bytes))
-    try:
-        reader.read_into(0, data)
-    except EOFError as error:
-        raise CorruptCheckpointError(f"{path}: truncated: {error}", path=path) from error
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{path}: it was deleted while it was read", path=path) from error
+    Contents(reader, path=path).read_into(0, data)
     return data
 
 
