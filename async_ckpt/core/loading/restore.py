@@ -22,7 +22,7 @@ from ..state.names import Select, selector
 from ..state.plain import is_frozen, is_record, method_of
 from ..state.wrappers import StateDictCache
 from ..timing import Spans
-from .archives.contents import Contents, Part, raise_unless_any
+from .archives.contents import Contents, Part, found_in
 from .broadcast import Item, Share, Sharing
 from .fill import Wanted, fill, planned
 from .live.containers import is_array, is_buffer, is_list, is_mapping, with_left_out
@@ -111,14 +111,7 @@ def _plan_of(
     shares = list(_shares(parts, live))
     check_lent([part for part, _ in shares], options.select)
     check_select(parts, options.select)
-    matches: list[tuple[Match, Any]] = []
-    errors: list[KeyError] = []
-    for part, share in shares:
-        try:
-            matches.append((_match(part, share, live, state_dicts, options), share))
-        except KeyError as error:  # nothing was selected in this archive
-            errors.append(error)
-    raise_unless_any(errors, len(shares))
+    matches = found_in(shares, lambda one: (_match(*one, live, state_dicts, options), one[1]))
     nothing_fits = not any(match.fits for match, _ in matches)
     for match, _ in matches:
         try:

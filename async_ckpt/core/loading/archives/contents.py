@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import torch
 
@@ -32,6 +32,8 @@ from ...state.wrapped import check_indices
 from ...storage.interface import Reader
 from ...storage.local import LocalReader
 
+P = TypeVar("P")
+T = TypeVar("T")
 Groups = Collection[str] | None
 CPU: Final = torch.device("cpu")  # passed explicitly, because the caller may have set another default device
 
@@ -400,18 +402,18 @@ def load_parts(parts: Sequence[Part], load: Callable[[Part], Any]) -> Any:
     """
     if len(parts) == 1:
         return load(parts[0])
-    merged: dict[Any, Any] = {}
+    return {key: value for loaded in found_in(parts, load) for key, value in loaded.items()}
+
+
+def found_in(parts: Sequence[P], use: Callable[[P], T]) -> list[T]:
+    """The results of `use`, without those of archives in which nothing was selected. KeyError if these are all."""
+    found: list[T] = []
     errors: list[KeyError] = []
     for part in parts:
         try:
-            merged.update(load(part))
+            found.append(use(part))
         except KeyError as error:
             errors.append(error)
-    raise_unless_any(errors, len(parts))
-    return merged
-
-
-def raise_unless_any(errors: Sequence[KeyError], num_parts: int) -> None:
-    """Raises KeyError if nothing was selected in any archive."""
-    if len(errors) == num_parts:
+    if not found:
         raise KeyError("; ".join(error.args[0] for error in errors))
+    return found
