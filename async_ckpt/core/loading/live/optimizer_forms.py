@@ -35,30 +35,40 @@ class Form(Enum):
     NUMBERED = "by numbers, as torch's optimizers do"
     NESTED = "by names, in groups"
     FLAT = "by names, which are in the keys"
-    OTHER = "in a way of its own"
 
 
-class _ByName(NamedTuple):
-    """A state by names: the state and the group of each parameter."""
+class _Parsed(NamedTuple):
+    """A state in one of these forms. In a flat state, each parameter is a group of its own."""
 
-    states: Mapping[str, dict[Any, Any]]
-    group_of: Mapping[str, int]
-    groups: list[dict[str, Any]]
-    """The settings of each group. In a flat state, each parameter is a group of its own."""
-    is_flat: bool
+    form: Form
+    settings: list[dict[str, Any]]
+    """The settings of each group."""
+    members: Sequence[Sequence[Any]]
+    """The numbers or names of the parameters in each group."""
+    states: Mapping[Any, dict[Any, Any]]
+    """The states of parameters by their numbers or names."""
 
-    def key_of(self, name: str) -> str:
-        """The key of a setting of this parameter in a flat state."""
-        return f"{_GROUPS}{name}.{next(iter(self.groups[self.group_of[name]]))}"
+    def group_of(self) -> dict[Any, int]:
+        """The group of each parameter."""
+        return {one: i for i, members in enumerate(self.members) for one in members}
 
+    def named(self, names: Sequence[Sequence[str]]) -> _Parsed:
+        """A numbered state with these names of the parameters of each group, which are all different."""
+        numbers = zip(chain(*names), chain(*self.members), strict=True)
+        states = {name: self.states.get(number, {}) for name, number in numbers}
+        return _Parsed(Form.NESTED, self.settings, names, states)
 
-def form_of(state: Any) -> Form:
-    """The form of a state dict."""
-    if is_optimizer_state(state):
-        return Form.NUMBERED
-    if _is_nested(state):
-        return Form.NESTED
-    return Form.FLAT if _is_flat(state) else Form.OTHER
+    def groups_with(self, chosen: Collection[Any] | None = None) -> list[SavedParameters]:
+        """The groups that have some of these parameters, with only these; all groups by default."""
+        groups = [
+            (settings, [one for one in members if chosen is None or one in chosen])
+            for settings, members in zip(self.settings, self.members, strict=True)
+        ]
+        return [
+            SavedParameters(settings, [self.states.get(one, {}) for one in members])
+            for settings, members in groups
+            if members or chosen is None
+        ]
 
 
 class OptimizerConverter:
@@ -76,45 +86,49 @@ class OptimizerConverter:
         state_dict_of: Callable[[Any], Any],
     ) -> None:
         """`names` returns the names of parameters in live modules; `state_dict_of`, the optimizer's state dict."""
-        self._state_dict_of = state_dict_of
         self._optimizer, self._names_beside = optimizer, names
+        self._saved = _parsed(saved)
         self._own: Any = None  # the optimizer's state dict, if it was taken
-        self.form = Form.OTHER if form_of(saved) is Form.OTHER else self._form()
+        self._form = None if self._saved is None else self._live_form(state_dict_of)
 
-    def _form(self) -> Form:
+    def _live_form(self, state_dict_of: Callable[[Any], Any]) -> Form | None:
         live = self._optimizer
         for method, hooks in (("load_state_dict", "load_state_dict_pre"), ("state_dict", "state_dict_post")):
             if not (has_own(live, method) or getattr(live, f"_optimizer_{hooks}_hooks", None)):
                 return Form.NUMBERED
         with suppress(Exception):  # some optimizers have no state dict yet: then the state is loaded as it was saved
-            self._own = self._state_dict_of(live)
-        return form_of(self._own)
+            self._own = state_dict_of(live)
+        own = _parsed(self._own)
+        return None if own is None else own.form
 
     def convert(self, saved: Any, *, is_of_some: Callable[[str], bool]) -> Any:
         """The saved state in the optimizer's form, without flat entries of parameters that only other ranks have.
 
         Raises ValueError, with a message for the user, if a parameter has no name, or if the groups differ.
         """
-        form = form_of(saved)
-        if form is Form.NUMBERED:
+        state, form = self._saved, self._form
+        if state is not None and state.form is Form.NUMBERED:
             _refuse_odd_names(saved["param_groups"])
-        if form is self.form is Form.NUMBERED:
+        if state is None or form is None:
+            return saved
+        if state.form is form is Form.NUMBERED:
             if adapts_states(self._optimizer):
                 return saved
-            ordered = self._in_own_order(saved)
+            ordered = self._in_own_order(saved, state)
             return {**ordered, "param_groups": self._with_live_names(ordered["param_groups"])}
-        if form is self.form is Form.FLAT:
-            names = {*_by_name(self._own).group_of}
+        if state.form is form is Form.FLAT:
+            names = self._own_names()
             return {k: v for k, v in saved.items() if not is_of_some(k) or _name_in(k, names) in names}
-        if form is self.form or Form.OTHER in (form, self.form):
+        if state.form is form:
             return saved
-        by_name = self._named(saved) if form is Form.NUMBERED else _by_name(saved)
-        if self.form is Form.FLAT:  # settings that were not saved keep their live values
+        if state.form is Form.NUMBERED:
+            state = self._named(saved["param_groups"], state)
+        if form is Form.FLAT:  # settings that were not saved keep their live values
             own = {key: value for key, value in self._own.items() if key.startswith(_GROUPS)}
-            return {**own, **_flatten(by_name)}
+            return {**own, **_flatten(state)}
         has_names = _names_of(self._optimizer.param_groups) is not None
-        live = self._live_settings() if by_name.is_flat or has_names else ()
-        return _group(by_name, self._ids(by_name), is_of_some, live)
+        live = self._live_settings() if state.form is Form.FLAT or has_names else ()
+        return _group(state, self._ids(state), is_of_some, live)
 
     def with_room(self, state: Any, saved: Any, make: Callable[[torch.Tensor, Any], Any]) -> Any:
         """A copy of the optimizer's own state, with an entry for each saved entry of its parameters.
@@ -137,10 +151,15 @@ class OptimizerConverter:
             known.setdefault(number, set()).update(names)
         return known
 
+    def _own_names(self) -> set[str]:
+        """The names in the optimizer's own state dict."""
+        own = _parsed(self._own)
+        return set() if own is None else {*chain(*own.members)}
+
     def _groups(self) -> list[list[torch.Tensor]]:
         """The parameters of each group, in the order of their numbers."""
         inner = groups_of(self._optimizer)
-        if self.form is not Form.NUMBERED:
+        if self._form is not Form.NUMBERED:
             return [group["params"] for group in inner]
         live = self._optimizer.param_groups
         if self._own is not None and _sizes(live) != (sizes := _sizes(self._own["param_groups"])):
@@ -149,42 +168,37 @@ class OptimizerConverter:
             live = inner
         return [group["params"] for group in live]
 
-    def _ids(self, by_name: _ByName) -> list[list[tuple[Any, str]]]:
+    def _ids(self, state: _Parsed) -> list[list[tuple[Any, str]]]:
         """The key of each parameter in a state of the optimizer's form, and its name, for each group."""
-        if self.form is Form.NESTED:
+        if self._form is Form.NESTED:
             return [[(name, name) for name in group["params"]] for group in self._own["param_groups"]]
-        known, number = self.known_names(), 0
-        groups: list[list[tuple[Any, str]]] = []
-        for group in self._groups():
-            groups.append([])
-            for parameter in group:
-                groups[-1].append((number, _name_of(parameter, known, by_name.group_of)))
-                number += 1
+        known, saved_names, numbers = self.known_names(), state.group_of(), count()
+        groups = [
+            [(next(numbers), _name_of(parameter, known, saved_names)) for parameter in group]
+            for group in self._groups()
+        ]
         _refuse_twice([name for group in groups for _, name in group])
         return groups
 
-    def _named(self, saved: Mapping[str, Any]) -> _ByName:
+    def _named(self, groups: Sequence[Mapping[str, Any]], state: _Parsed) -> _Parsed:
         """Converts a numbered state to the names that the optimizer's own state uses."""
-        groups = saved["param_groups"]
-        own = {*_by_name(self._own).group_of}
+        own, sizes = self._own_names(), _sizes(groups)
         names = [[*group.get("param_names", ())] for group in groups]
-        if [*map(len, names)] != _sizes(groups) or own != {*chain(*names)}:
+        if [*map(len, names)] != sizes or own != {*chain(*names)}:
             live = self._groups()
-            if list(map(len, live)) != _sizes(groups):
-                raise ValueError(
-                    f"has parameter groups of {list(map(len, live))} here and of {_sizes(groups)} in the checkpoint"
-                )
+            if (live_sizes := [*map(len, live)]) != sizes:
+                raise ValueError(f"has parameter groups of {live_sizes} here and of {sizes} in the checkpoint")
             known = self.known_names()
             names = [[_name_of(parameter, known, own, _IS_NUMBERED) for parameter in group] for group in live]
         _refuse_twice([*chain(*names)])
-        return _numbered(saved, names)
+        return state.named(names)
 
     def _own_groups(self) -> list[dict[str, Any]]:
         """The groups in the order in which the optimizer's own state dict numbers the parameters."""
         groups: list[dict[str, Any]] = self._optimizer.param_groups if self._own is None else self._own["param_groups"]
         return groups
 
-    def _in_own_order(self, saved: dict[str, Any]) -> dict[str, Any]:
+    def _in_own_order(self, saved: dict[str, Any], state: _Parsed) -> dict[str, Any]:
         """A numbered state, reordered like the live groups by parameter names if both sides have names."""
         own, groups = self._own_groups(), saved["param_groups"]
         names, saved_names = _names_of(own), _names_of(groups)
@@ -198,7 +212,7 @@ class OptimizerConverter:
             )
         numbers = count()
         ids = [[(next(numbers), saved_name[name]) for name in group_names] for group_names in names]
-        ordered = _group(_numbered(saved, saved_names), ids, lambda _: False, self._live_settings())
+        ordered = _group(state.named(saved_names), ids, lambda _: False, self._live_settings())
         for group, pairs in zip(ordered["param_groups"], ids, strict=True):
             group["param_names"] = [name for _, name in pairs]
         return {**saved, **ordered}
@@ -228,17 +242,18 @@ class OptimizerConverter:
 
     def _pairs(self, state: Any, saved: Any) -> Iterator[tuple[torch.Tensor, dict[Any, Any], dict[Any, Any]]]:
         """Each parameter, the dict in `state` that holds its entries, and its saved entries."""
-        if self.form is Form.OTHER or not (isinstance(state, dict) and form_of(saved) is self.form):
+        parsed = _parsed(saved)
+        if not isinstance(state, dict) or parsed is None or parsed.form is not self._form:
             return
-        if self.form is Form.NUMBERED:
+        if self._form is Form.NUMBERED:
             parameters: dict[Any, torch.Tensor] = dict(enumerate(chain(*self._groups())))
         else:
-            known, names = self.known_names(), {*_by_name(saved).group_of}
+            known, names = self.known_names(), parsed.group_of()
             parameters = {}
             for parameter in (own for group in groups_of(self._optimizer) for own in group["params"]):
                 with suppress(ValueError):
                     parameters[_name_of(parameter, known, names)] = parameter
-        if self.form is Form.FLAT:
+        if self._form is Form.FLAT:
             for key, value in saved.items():
                 name = _name_in(key, parameters)
                 if name in parameters:
@@ -259,20 +274,14 @@ def another_kind(
     `known` returns the names of parameters; it is called only if the state is by names. `classes` are the class names
     that the state was saved from, as returned by `classes_of`; empty if they are not known.
     """
-    form, parts = form_of(saved), parts_of(live)
-    if form is Form.OTHER or adapts_states(live):
+    state, parts = _parsed(saved), parts_of(live)
+    if state is None or adapts_states(live):
         return None
-    if form is Form.NUMBERED:
-        groups = [
-            SavedParameters(
-                _settings(group), [state_of_parameter(saved["state"], number) for number in group["params"]]
-            )
-            for group in saved["param_groups"]
-        ]
-        pairs = _in_turn(parts, groups)
+    if state.form is Form.NUMBERED:
+        pairs = _in_turn(parts, state.groups_with())
     else:
-        by_name, names = _by_name(saved), known()
-        pairs = ((part, _groups_of_part(part, by_name, names)) for part in parts)
+        names = known()
+        pairs = ((part, _groups_of_part(part, state, names)) for part in parts)
     return next(filter(None, (kind_difference(part, own, classes) for part, own in pairs if own)), None)
 
 
@@ -294,22 +303,15 @@ def _in_turn(parts: Sequence[Any], groups: list[SavedParameters]) -> Iterator[tu
         yield from ((part, [*islice(left, size)]) for part, size in zip(parts, sizes, strict=True))
 
 
-def _groups_of_part(part: Any, by_name: _ByName, names: Names) -> list[SavedParameters]:
+def _groups_of_part(part: Any, state: _Parsed, names: Names) -> list[SavedParameters]:
     """The saved groups of an optimizer's parameters; all groups if none of its parameters has a name."""
     parameters = chain(*(group["params"] for group in getattr(part, "param_groups", ())))
-    own = {name for parameter in parameters for name in names.get(id(parameter), ())} & by_name.group_of.keys()
-    states_of: dict[int, list[Any]] = {}
-    for name in own or by_name.group_of:
-        states_of.setdefault(by_name.group_of[name], []).append(by_name.states.get(name, {}))
-    return [SavedParameters(by_name.groups[i], states) for i, states in states_of.items()]
-
-
-def _by_name(saved: Mapping[str, Any]) -> _ByName:
-    return _nested(saved) if _is_nested(saved) else _flat(saved)
+    own = {name for parameter in parameters for name in names.get(id(parameter), ())}
+    return state.groups_with(own) or state.groups_with()
 
 
 def _group(
-    by_name: _ByName,
+    state: _Parsed,
     ids: list[list[tuple[Any, str]]],
     is_of_some: Callable[[str], bool],
     live: Sequence[Mapping[str, Any]] = (),
@@ -321,29 +323,33 @@ def _group(
     """
     states: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
-    left = {*by_name.group_of}
+    is_flat, group_of = state.form is Form.FLAT, state.group_of()
+    left = {*group_of}
     for i, group in enumerate(ids):
         own = {name for _, name in group}
-        if unknown := own - by_name.group_of.keys():
+        if unknown := own - group_of.keys():
             raise ValueError(f"has parameters that the checkpoint lacks: {', '.join(sorted(unknown))[:200]}")
-        states |= {identifier: by_name.states.get(name, {}) for identifier, name in group}
-        sources = sorted({by_name.group_of[name] for name in own})
-        together = [name for name, number in by_name.group_of.items() if number in sources]
-        if not (by_name.is_flat or live) and (len(sources) > 1 or {*together} != own):
+        states |= {identifier: state.states.get(name, {}) for identifier, name in group}
+        sources = sorted({group_of[name] for name in own})
+        together = [*chain(*(state.members[source] for source in sources))]
+        if not (is_flat or live) and (len(sources) > 1 or {*together} != own):
             raise ValueError(f"has other groups of parameters in the checkpoint: {', '.join(together)[:200]}")
-        settings = _common([by_name.groups[source] for source in sources], live[i] if i < len(live) else {})
+        settings = _common([state.settings[source] for source in sources], live[i] if i < len(live) else {})
         groups.append({**settings, "params": [identifier for identifier, _ in group]})
         left -= own
-    left = {name for name in left if not by_name.is_flat or not is_of_some(by_name.key_of(name))}
+    if is_flat:
+        left = {
+            name for name in left if not is_of_some(f"{_GROUPS}{name}.{next(iter(state.settings[group_of[name]]))}")
+        }
     if left:
         raise ValueError(f"has parameters in the checkpoint that it lacks here: {', '.join(sorted(left))[:200]}")
     return {
-        "state": {identifier: state for identifier, state in states.items() if state},
+        "state": {identifier: own_state for identifier, own_state in states.items() if own_state},
         "param_groups": groups,
     }
 
 
-def _flatten(by_name: _ByName) -> dict[str, Any]:
+def _flatten(state: _Parsed) -> dict[str, Any]:
     entries: dict[str, Any] = {}
 
     def add(at: str, value: Any) -> None:
@@ -353,11 +359,11 @@ def _flatten(by_name: _ByName) -> dict[str, Any]:
         else:
             entries[at] = value
 
-    for name, state in by_name.states.items():
-        for key, value in state.items():
+    for name, own in state.states.items():
+        for key, value in own.items():
             add(f"{_STATE}{name}.{key}", value)
-    for name, group in by_name.group_of.items():
-        entries |= {f"{_GROUPS}{name}.{key}": value for key, value in by_name.groups[group].items()}
+    for name, group in state.group_of().items():
+        entries |= {f"{_GROUPS}{name}.{key}": value for key, value in state.settings[group].items()}
     return entries
 
 
@@ -452,25 +458,34 @@ def _copy(state: Any) -> Any:
 # --- forms ----------------------------------------------------------------------------------------------------------
 
 
-def is_optimizer_state(saved: Any) -> bool:
-    """True for a state dict of torch.optim.Optimizer: numbered parameters in groups, and a dict for each with state."""
-    return _has_groups(saved, of=int) and "state" in saved
-
-
-def _is_nested(saved: Any) -> bool:
-    return _has_groups(saved, of=str) and any(group["params"] for group in saved["param_groups"])
-
-
-def _has_groups(saved: Any, *, of: type) -> bool:
-    """True for a state whose groups list parameters as values of type `of`, with a dict for each parameter's state."""
-    groups, states = (saved.get("param_groups"), saved.get("state", {})) if isinstance(saved, dict) else (None, None)
-    return (
+def _parsed(saved: Any) -> _Parsed | None:
+    """The parts of a state; None if it is in a form of its own."""
+    if not isinstance(saved, dict):
+        return None
+    if "param_groups" not in saved:
+        has_groups = any(str(key).startswith(_GROUPS) for key in saved)
+        is_flat = has_groups and all(type(key) is str and key.startswith((_STATE, _GROUPS)) for key in saved)
+        return _flat(saved) if is_flat else None
+    groups, states = saved.get("param_groups"), saved.get("state", {})
+    if not (
         isinstance(groups, list)
         and isinstance(states, dict)
         and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
-        and all(type(one) is of for group in groups for one in group["params"])
         and all(isinstance(state, dict) for state in states.values())
-    )
+    ):
+        return None
+    members = [group["params"] for group in groups]
+    kinds = {type(one) for one in chain(*members)}
+    if kinds <= {int} and "state" in saved:
+        numbered = {number: state_of_parameter(states, number) for number in chain(*members)}
+        return _Parsed(Form.NUMBERED, [*map(_settings, groups)], members, numbered)
+    return _Parsed(Form.NESTED, [*map(_settings, groups)], members, states) if kinds == {str} else None
+
+
+def is_optimizer_state(saved: Any) -> bool:
+    """True for a state dict of torch.optim.Optimizer: numbered parameters in groups, and a dict for each with state."""
+    state = _parsed(saved)
+    return state is not None and state.form is Form.NUMBERED
 
 
 def state_of_parameter(states: dict[Any, Any], number: int) -> Any:
@@ -478,30 +493,7 @@ def state_of_parameter(states: dict[Any, Any], number: int) -> Any:
     return states[number] if number in states else states.get(str(number), {})
 
 
-def _is_flat(saved: Any) -> bool:
-    return (
-        isinstance(saved, dict)
-        and any(str(key).startswith(_GROUPS) for key in saved)
-        and all(type(key) is str and key.startswith((_STATE, _GROUPS)) for key in saved)
-    )
-
-
-def _nested(saved: Mapping[str, Any]) -> _ByName:
-    groups = saved["param_groups"]
-    group_of = {name: i for i, group in enumerate(groups) for name in group["params"]}
-    return _ByName(saved.get("state", {}), group_of, list(map(_settings, groups)), is_flat=False)
-
-
-def _numbered(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> _ByName:
-    """Converts a numbered state to these names of the parameters of each group, which are all different."""
-    groups = saved["param_groups"]
-    group_of = {name: i for i, own in enumerate(names) for name in own}
-    numbers = chain(*(group["params"] for group in groups))
-    states = {name: state_of_parameter(saved["state"], n) for name, n in zip(group_of, numbers, strict=True)}
-    return _ByName(states, group_of, list(map(_settings, groups)), is_flat=False)
-
-
-def _flat(saved: Mapping[str, Any]) -> _ByName:
+def _flat(saved: Mapping[str, Any]) -> _Parsed:
     settings: dict[str, dict[str, Any]] = {}
     states: dict[str, dict[Any, Any]] = {}
     for key in saved:
@@ -517,8 +509,7 @@ def _flat(saved: Mapping[str, Any]) -> _ByName:
             for part in above:  # the state of a parameter may itself be nested
                 into = into.setdefault(part, {})
             into[last] = saved[key]
-    group_of = {name: i for i, name in enumerate(settings)}
-    return _ByName(states, group_of, list(settings.values()), is_flat=True)
+    return _Parsed(Form.FLAT, [*settings.values()], [[name] for name in settings], states)
 
 
 def _name_in(key: str, names: Collection[str]) -> str:
