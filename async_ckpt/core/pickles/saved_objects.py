@@ -173,19 +173,11 @@ class _Dict(list[Any]):
     __slots__ = ()
 
 
-class _NestedTuple(tuple[Any, ...]):
-    """A tuple that contains tuples, with the cost of hashing it: each inner tuple is hashed as often as it occurs."""
+class _Tuple(tuple[Any, ...]):
+    """A tuple that is not empty, with the cost of hashing it: an inner tuple is hashed as often as it occurs."""
 
     depth: int
     num_hashed: int
-
-
-def _depth(items: tuple[Any, ...]) -> int:
-    return items.depth if isinstance(items, _NestedTuple) else 1
-
-
-def _num_hashed(items: tuple[Any, ...]) -> int:
-    return items.num_hashed if isinstance(items, _NestedTuple) else 1 + len(items)
 
 
 class _TrustRecorder(Recorder):
@@ -283,20 +275,19 @@ class _Survey(PickleMachine):
         into += items[::2]
 
     def make_tuple(self, items: Iterable[Any]) -> tuple[Any, ...]:
-        inner = [item for item in items if isinstance(item, tuple)]
-        if not inner:
-            return tuple(items)
-        nested = _NestedTuple(items)
-        nested.depth = 1 + max(map(_depth, inner))
-        if nested.depth > _MAX_DEPTH:
+        made = _Tuple(items)
+        inner = [item for item in made if isinstance(item, _Tuple)]
+        made.depth = 1 + max((item.depth for item in inner), default=0)
+        if made.depth > _MAX_DEPTH:
             raise ValueError("a tuple is nested too deeply")
         # Capped just above the budget: for a tuple that is doubled again and again, the number could have any length.
-        nested.num_hashed = min(1 + len(nested) + sum(map(_num_hashed, inner)), self._items_left + 1)
-        return nested
+        num_hashed = 1 + len(made) + sum(item.num_hashed for item in inner)
+        made.num_hashed = min(num_hashed, self._items_left + 1)
+        return made
 
     def hash(self, key: Any) -> None:
-        if isinstance(key, tuple):
-            self.spend(_num_hashed(key))
+        if isinstance(key, _Tuple):
+            self.spend(key.num_hashed)
 
     def persistent_load(self, key: Any) -> _PickledStorage:
         word, kind, name, _, num_items = key
