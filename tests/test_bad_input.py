@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, Due, Naming, Place
+from async_ckpt import AsyncCheckpointer, Due, Ema, Keep, Naming, NonFinite, Place, Publisher, Zstd
 from async_ckpt.integrations.dcp import TarStorageReader
 
 STATE = {"w": torch.ones(2)}
@@ -58,6 +59,8 @@ def merged(step: Any) -> Callable[[Path], Any]:
     [
         (opened(keep=True), TypeError, "keep must be a number of steps, or Keep(…), got True"),
         (opened(max_in_flight=1.5), ValueError, "max_in_flight must be a whole number, at least 1, got 1.5"),
+        (opened(max_bandwidth=True), ValueError, "max_bandwidth must be a number of bytes per second, such as 500e6, got True"),
+        (opened(host_bytes=0.5), ValueError, "host_bytes must be a number of bytes above 0"),
         (opened(exit_timeout=-1), ValueError, "exit_timeout must be at least 0 seconds, got -1"),
         (opened(exit_timeout="5"), TypeError, "exit_timeout must be a number of seconds or None, got '5'"),
         (opened(progress="y"), ValueError, "progress must be True or False, got 'y'"),
@@ -81,6 +84,7 @@ def merged(step: Any) -> Callable[[Path], Any]:
         (called(lambda c: c.load(1, trust=1)), ValueError, "trust must be True or False, got 1"),
         (loaded(trust="no"), ValueError, "trust must be True or False, got 'no'"),
         (called(lambda c: c.load([1])), ValueError, "step must be a whole number from 0 on, got a list"),
+        (called(lambda c: c.wait(timeout=float("nan"))), TypeError, "timeout must be a number of seconds or None, got nan"),
         (called(lambda c: c.wait(timeout="x")), TypeError, "timeout must be a number of seconds or None, got 'x'"),
         (called(lambda c: c.save(STATE, 1).result("x")), TypeError, "timeout must be a number of seconds"),
         (called(lambda c: c.save(STATE, 1).add_done_callback(3)), TypeError, "takes a function of the handle, got 3"),
@@ -105,3 +109,30 @@ def merged(step: Any) -> Callable[[Path], Any]:
 def test_an_argument_that_is_not_valid_is_refused_by_its_name(tmp_path, call, kind, told):
     with pytest.raises(kind, match=re.escape(told)):
         call(tmp_path)
+
+
+def test_numbers_of_numpy_are_taken_as_numbers_of_python(tmp_path):
+    count, share = np.int64, np.float32
+    due = Due(every=count(2), seconds=share(9e9), deadline=np.float64(9e9), signals=[count(10)])
+    options = {
+        "keep": Keep(last=count(2), every=count(5), seconds=count(9), best=("loss", "min", count(1))),
+        "due": due,
+    }
+    options |= {"host_bytes": count(32 << 20), "max_in_flight": count(2), "max_bandwidth": count(10**9)}
+    options |= {"exit_timeout": share(5), "ema": Ema(share(0.5), "w"), "check": NonFinite(every=count(2))}
+    with AsyncCheckpointer(
+        [tmp_path / "a", Place(tmp_path / "b", every=count(2), volatile=np.False_)], **options
+    ) as ckpt:
+        record = {"loss": share(0.5), "batch": count(3)}
+        ckpt.save({"w": {"a": torch.ones(2)}}, count(2), record=record, ttl_seconds=count(10**6)).result(share(60))
+        ckpt.wait(count(60))
+
+        assert ckpt.should_save(count(4))
+        assert ckpt.steps() == [2]
+    publisher = Publisher(tmp_path / "p", anchor_every=count(2), keep=count(2), host_bytes=count(64 << 20))
+    with publisher, async_ckpt.Subscriber(tmp_path / "p") as subscriber:
+        publisher.publish(STATE, count(3)).result()
+
+        assert next(subscriber.watch(poll_seconds=share(0.5))) == 3
+    async_ckpt.save(STATE, tmp_path / "x.tar.zst", compression=Zstd(count(2), count(2))).result()
+    async_ckpt.export_hf(STATE, tmp_path / "hf", max_shard_bytes=count(100)).result()

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from numbers import Integral, Real
+from threading import TIMEOUT_MAX
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeGuard
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -242,22 +244,17 @@ class Keep:
     free: float | None = None
 
     def __post_init__(self) -> None:
-        for name, count in (("last", self.last), ("every", self.every), ("good", self.good)):
-            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        for name in ("last", "every", "good"):
+            if (count := getattr(self, name)) is not None:
                 hint = "; None keeps every step" if name == "last" else ""
-                raise ValueError(f"Keep({name}=…) must be a whole number from 1 on, got {count!r}{hint}")
-        for name, limit in (("seconds", self.seconds), ("bytes", self.bytes), ("free", self.free)):
-            if limit is not None and (
-                isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < inf
-            ):
-                raise ValueError(f"Keep({name}=…) must be a finite number above 0, got {limit!r}")
+                object.__setattr__(self, name, whole_count(f"Keep({name}=…)", count, hint))
+        for name in ("seconds", "bytes", "free"):
+            if (limit := getattr(self, name)) is not None:
+                object.__setattr__(self, name, number_above_0(f"Keep({name}=…)", limit))
         if not isinstance(self.whole_folder, bool):
             raise ValueError(f"Keep(whole_folder=…) must be True or False, got {self.whole_folder!r}")
-        if self.best is not None and not _is_best(self.best):
-            raise ValueError(
-                'Keep(best=…) must be a metric of the records, "min" or "max", and how many to keep, such as '
-                f'("loss", "min", 3); got {self.best!r}'
-            )
+        if self.best is not None:
+            object.__setattr__(self, "best", _best_of(self.best))
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,9 +279,11 @@ class Ema:
     groups: Sequence[str] = ("model",)
 
     def __post_init__(self) -> None:
-        decay = self.decay
-        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
-            raise ValueError(f"Ema(decay) must be a number above 0 and below 1, such as 0.9999, got {decay!r:.100}")
+        if not is_number(self.decay) or not 0 < self.decay < 1:
+            raise ValueError(
+                f"Ema(decay) must be a number above 0 and below 1, such as 0.9999, got {self.decay!r:.100}"
+            )
+        object.__setattr__(self, "decay", float(self.decay))
         groups = entry_names("Ema(groups=…)", self.groups)
         if not groups or "ema" in groups or not all(isinstance(name, str) for name in groups):
             raise ValueError(
@@ -301,38 +300,67 @@ def keep_of(keep: Keep | int | None) -> Keep:
     if isinstance(keep, Keep) or keep is None:
         return keep or Keep()
     with suppress(TypeError):
-        if not isinstance(keep, bool):
-            return Keep(last=operator.index(keep))
+        return Keep(last=integer(keep))
     raise TypeError(f"keep must be a number of steps, or Keep(…), got {keep!r:.100}")
 
 
-def _is_best(best: object) -> bool:
-    """True if this is a valid `best`. Without a type checker, callers may pass any object."""
-    if not isinstance(best, tuple) or len(best) != 3:
-        return False
-    metric, mode, count = best
-    return isinstance(metric, str) and mode in ("min", "max") and isinstance(count, int) and count >= 1
+def _best_of(best: Any) -> Best:
+    """Check a user's `best`. Raises ValueError if it is not valid."""
+    with suppress(TypeError):
+        metric, mode, count = best if isinstance(best, tuple) and len(best) == 3 else (None, None, 0)
+        if isinstance(metric, str) and mode in ("min", "max") and integer(count) >= 1:
+            return metric, mode, integer(count)
+    raise ValueError(
+        'Keep(best=…) must be a metric of the records, "min" or "max", and how many to keep, such as '
+        f'("loss", "min", 3); got {best!r:.100}'
+    )
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether this is a real number, of Python or numpy. A bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def integer(value: Any) -> int:
+    """An integer of Python, numpy or torch as an int. Raises TypeError for other types, and for bools."""
+    if isinstance(value, bool):
+        raise TypeError(f"{value!r} is not an integer")
+    return operator.index(value)
+
+
+def number_above_0(name: str, value: Any, rule: str = "a finite number above 0") -> float:
+    """Check a number from the user. Raises ValueError unless it is finite and above 0. It is returned as Python's."""
+    if not is_number(value) or not 0 < value < inf:
+        raise ValueError(f"{name} must be {rule}, got {value!r:.100}")
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def seconds_above_0(name: str, value: Any) -> float:
+    """Check seconds from the user. Raises ValueError unless above 0. Shortened to the longest possible wait."""
+    if not is_number(value) or not value > 0:
+        raise ValueError(f"{name} must be a number of seconds above 0, got {value!r:.100}")
+    return min(float(value), TIMEOUT_MAX)
 
 
 def whole_bytes(name: str, value: Any) -> int:
-    """Check a size in bytes from the user. Raises ValueError unless it is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-        raise ValueError(f"{name} must be a number of bytes above 0, such as 4 * 2**30, got {value!r}")
+    """Check a size in bytes from the user. Raises ValueError unless it is a finite number, at least 1."""
+    if not is_number(value) or not 1 <= value < inf:
+        raise ValueError(f"{name} must be a number of bytes above 0, such as 4 * 2**30, got {value!r:.100}")
     return int(value)
 
 
-def whole_count(name: str, value: Any) -> int:
-    """Check a count from the user. Raises ValueError unless it is a whole number from 1 on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number, at least 1, got {value!r:.100}")
-    return value
+def whole_count(name: str, value: Any, advice: str = "") -> int:
+    """Check a count from the user. Raises ValueError unless it is a whole number, at least 1."""
+    with suppress(TypeError):
+        if (number := integer(value)) >= 1:
+            return number
+    raise ValueError(f"{name} must be a whole number, at least 1, got {value!r:.100}{advice}")
 
 
 def whole_step(step: Any, advice: str = "", *, what: str = "step") -> int:
     """Check a step from the user, which may be an integer of numpy. Raises ValueError unless it is in 0 … 2**63 - 1."""
     try:
-        is_other = isinstance(step, bool) or hasattr(step, "untyped_storage")  # operator.index accepts tensors
-        number = -1 if is_other else operator.index(step)
+        number = -1 if hasattr(step, "untyped_storage") else integer(step)  # a tensor is probably the state
     except TypeError:
         number = -1
     if number < 0:
@@ -345,7 +373,7 @@ def whole_step(step: Any, advice: str = "", *, what: str = "step") -> int:
 
 def seconds_or_none(name: str, value: Any) -> float | None:
     """Check seconds from the user. Raises TypeError unless they are a number or None, ValueError if negative."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+    if value is not None and not is_number(value):
         raise TypeError(f"{name} must be a number of seconds or None, got {value!r:.100}")
     if value is not None and not value >= 0:
         raise ValueError(f"{name} must be at least 0 seconds, got {value!r}")

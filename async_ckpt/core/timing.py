@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
+from numbers import Real
 from typing import Any, Final, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ def epoch_seconds(when: Moment) -> float:
         if when.tzinfo is None:
             raise ValueError(f"{when!r} has no time zone; give it one, as in datetime.now(timezone.utc)")
         return when.timestamp()
-    if not isinstance(when, int | float):
+    if not isinstance(when, Real):
         raise TypeError(f"a time must be a datetime or seconds since the epoch, not {type(when).__qualname__}")
     if not when >= _EARLIEST:
         raise ValueError(

@@ -37,7 +37,7 @@ from ..core.saving.policy import Due, SavePolicy
 from ..core.saving.request import StepRequest
 from ..core.saving.saver import Saver
 from ..core.saving.signals import Notice
-from ..core.spec import Ema, Keep, flag, keep_of, whole_count, whole_step
+from ..core.spec import Ema, Keep, flag, keep_of, number_above_0, whole_count, whole_step
 from ..core.staging.guard import INHERITED, FirstSteps, unwrapped
 from ..core.state.names import Select
 from ..core.storage.interface import Storage
@@ -151,6 +151,10 @@ class AsyncCheckpointer(RunReader):
         check: NonFinite | None = None,
     ) -> None:
         due = _checked_rules(commit, due, check, on_rollback)
+        if max_bandwidth is not None:
+            max_bandwidth = number_above_0(
+                "max_bandwidth", max_bandwidth, "a number of bytes per second, such as 500e6"
+            )
         self._notice = Notice(due.signals)
         self._policy = SavePolicy(due, preempted=self._is_leaving, stall_seconds=self._stall_seconds)
         self._roots = open_roots(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ..errors import PeerFailedError
-from ..plumbing import captured, timing, waits
+from ..plumbing import captured, spec, timing, waits
 from .common.framework_checks import require, require_names
 from .common.held_weights import HeldTensor, SnapshotWeights
 
@@ -100,8 +100,7 @@ def update(
     an engine refuses the weights. The engine may then have some old and some new weights: update it again.
     """
     _check(server)
-    if not timeout_seconds > 0:
-        raise ValueError(f"timeout_seconds must be above 0, got {timeout_seconds!r}")
+    timeout_seconds = spec.seconds_above_0("timeout_seconds", timeout_seconds)
     watched = _WatchedEngine(req_func, timeout_seconds, server._rank)
     bind = server._bind_zmq_socket
 

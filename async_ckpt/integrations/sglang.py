@@ -72,8 +72,7 @@ def send_weights(
     """
     if group is not None and tp_size != 1:
         raise ValueError("tp_size is for one process that sends to all ranks of the engine; leave it out with group=")
-    if bucket_bytes < 1 or tp_size < 1:
-        raise ValueError(f"bucket_bytes and tp_size must be at least 1, got {bucket_bytes!r} and {tp_size!r}")
+    bucket_bytes, tp_size = spec.whole_bytes("bucket_bytes", bucket_bytes), spec.whole_count("tp_size", tp_size)
     if version is not None and engine is not None and not hasattr(engine, "update_weight_version"):
         raise ValueError(f"{type(engine).__name__} cannot be told the version of its weights; leave version out")
     sglang = _sglang()

@@ -16,8 +16,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from math import isnan
 from typing import Any, Final
 
+from ..spec import is_number
 from ..timing import TIMEKEEPER
 from .threads import conclude, is_library_thread
 
@@ -125,10 +127,9 @@ def _deadline(timeout: float | None) -> float | None:
     """The end of a wait of `timeout` seconds, perhaps in the past. Raises TypeError if it is not a number."""
     if timeout is None:
         return None
-    try:
-        return TIMEKEEPER.now() + timeout
-    except TypeError:
-        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r:.100}") from None
+    if not is_number(timeout) or isnan(timeout):
+        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r:.100}")
+    return TIMEKEEPER.now() + timeout
 
 
 def wait_for_all(

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..spec import integer
+
 
 class World(NamedTuple):
     """All processes that save one state together, and the rank of this process."""
@@ -82,9 +84,10 @@ def _check_store(store: Any) -> None:
 
 def _checked(given: Any) -> tuple[int, int]:
     is_pair = isinstance(given, Sequence) and len(given) == 2 and not isinstance(given, str)
-    if not is_pair or not all(isinstance(n, int) and not isinstance(n, bool) for n in given):
-        raise TypeError(f"ranks must be (rank, world_size), such as (0, 4), got {given!r:.100}")
-    rank, size = given
+    try:
+        rank, size = map(integer, given if is_pair else ())
+    except (TypeError, ValueError):
+        raise TypeError(f"ranks must be (rank, world_size), such as (0, 4), got {given!r:.100}") from None
     if not 0 <= rank < size:
         raise ValueError(f"ranks=({rank}, {size}): the ranks of {size} processes are 0 to {size - 1}")
     return rank, size

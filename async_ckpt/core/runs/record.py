@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from ..spec import flag
+from ..spec import flag, integer, number_above_0
 
 # The limit of a record. It is read with every manifest, and is part of the journal, which every commit rewrites.
 RECORD_BYTES: Final = 64 << 10
@@ -65,12 +65,15 @@ def _check_keys(record: Mapping[str, Any]) -> None:
     name, batch, rolling, ttl_seconds = (record.get(k) for k in ("name", "batch", "rolling", "ttl_seconds"))
     if name is not None and not isinstance(name, str):
         raise ValueError(f'record["name"] must be a string, got {name!r:.100}')
-    if batch is not None and type(batch) is not int:
-        raise ValueError(f'record["batch"] must be a whole number, got {batch!r:.100}')
+    if batch is not None:
+        try:
+            integer(batch)
+        except TypeError:
+            raise ValueError(f'record["batch"] must be a whole number, got {batch!r:.100}') from None
     if rolling is not None and not isinstance(rolling, bool):
         raise ValueError(f'record["rolling"] must be True or False, got {rolling!r:.100}')
-    if ttl_seconds is not None and not (number(ttl_seconds) or 0) > 0:
-        raise ValueError(f"ttl_seconds must be a finite number above 0, got {ttl_seconds!r:.100}")
+    if ttl_seconds is not None:
+        number_above_0("ttl_seconds", ttl_seconds)
 
 
 def _plain(value: Any, name: str, depth: int) -> Any:

@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from functools import partial
-from math import inf
 from typing import NamedTuple
 
 from ...errors import ClosedError, StorageUnavailableError
@@ -49,11 +48,6 @@ class Writers:
     """
 
     def __init__(self, max_bandwidth: float | None = None) -> None:
-        is_number = isinstance(max_bandwidth, int | float)
-        if max_bandwidth is not None and not (is_number and 0 < max_bandwidth < inf):
-            raise ValueError(
-                f"max_bandwidth must be a number of bytes per second, such as 500e6, got {max_bandwidth!r}"
-            )
         self._max_bandwidth = max_bandwidth
         self._places: set[str] = set()  # places with threads of their own
         self._paces: dict[str, Pace] = {}  # the pace of each place

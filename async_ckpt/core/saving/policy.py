@@ -19,11 +19,11 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Final, Literal, NamedTuple
 
 from ..events.goodput import Goodput
 from ..report import SaveReport
+from ..spec import is_number, whole_count
 from ..timing import Clock, Moment, epoch_seconds, monotonic, wall_time
 from .interval import (
     FIRST_SAVE_SECONDS,
@@ -94,13 +94,13 @@ class Due:
     at_most: float | None = None
 
     def __post_init__(self) -> None:
-        if self.every is not None and (type(self.every) is not int or self.every < 1):
-            raise ValueError(f"Due(every=…) must be a whole number from 1 on, got {self.every!r:.100}")
+        if self.every is not None:
+            object.__setattr__(self, "every", whole_count("Due(every=…)", self.every))
         for name in ("seconds", "at_least", "at_most"):
             _refuse_unless_above_0(name, getattr(self, name))
-        if not (_is_number(self.margin_seconds) and self.margin_seconds >= 0):
+        if not (is_number(self.margin_seconds) and self.margin_seconds >= 0):
             raise ValueError(f"Due(margin_seconds=…) must be a number, 0 or more, got {self.margin_seconds!r:.100}")
-        if self.overhead is not None and not (_is_number(self.overhead) and 0 < self.overhead <= 1):
+        if self.overhead is not None and not (is_number(self.overhead) and 0 < self.overhead <= 1):
             raise ValueError(f"Due(overhead=…) must be a share above 0 and up to 1, got {self.overhead!r:.100}")
         if self.mtbf != "measured":
             _refuse_unless_above_0("mtbf", self.mtbf, ' of seconds, or "measured"')
@@ -401,12 +401,8 @@ def interval_of(due: Due) -> AdaptiveInterval | None:
     return AdaptiveInterval(overhead=due.overhead, mtbf=due.mtbf, at_least=due.at_least, at_most=due.at_most)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def _refuse_unless_above_0(name: str, value: Any, of: str = "") -> None:
-    if value is not None and not (_is_number(value) and value > 0):
+    if value is not None and not (is_number(value) and value > 0):
         raise ValueError(f"Due({name}=…) must be a number above 0{of}, got {value!r:.100}")
 
 

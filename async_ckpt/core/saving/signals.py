@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from ...errors import UsageError
 from ..host.process import in_forked_child
+from ..spec import integer
 
 Signals = bool | Iterable[str | int]
 
@@ -44,9 +45,10 @@ def signals_of(given: Signals) -> tuple[int, ...]:
 
 
 def _number_of(given: str | int) -> int:
-    if isinstance(given, bool) or not isinstance(given, str | int):
-        raise TypeError(f'a signal is a name such as "SIGTERM" or a number, got {given!r:.100}')
-    number = signal.Signals.__members__.get(given) if isinstance(given, str) else int(given)
+    try:
+        number = signal.Signals.__members__.get(given) if isinstance(given, str) else integer(given)
+    except TypeError:
+        raise TypeError(f'a signal is a name such as "SIGTERM" or a number, got {given!r:.100}') from None
     if number is None or number not in signal.valid_signals():
         raise ValueError(f'this system has no signal {given!r}; names are such as "SIGTERM"')
     if _name_of(number) in _NOT_DEFERRABLE:

@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol
 from ...errors import CorruptCheckpointError, ForeignFileError
 from ..format import blocks, index, tar, zstd
 from ..host.limits import num_cpus
-from ..spec import BLOCK_BYTES, KIB, Extent
+from ..spec import BLOCK_BYTES, KIB, Extent, whole_count
 from .interface import MemoryLoan, Reader, Sink, Storage
 from .sequential import Appender
 
@@ -68,10 +68,12 @@ class Zstd:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.level <= _MAX_LEVEL:
+        object.__setattr__(self, "level", whole_count("level", self.level))
+        if self.level > _MAX_LEVEL:
             raise ValueError(f"level must be from 1 to {_MAX_LEVEL}, got {self.level}")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads must be at least 1, got {self.threads}; leave it out to use all cores but one")
+        if self.threads is not None:
+            advice = "; leave it out to use all cores but one"
+            object.__setattr__(self, "threads", whole_count("threads", self.threads, advice))
 
     @property
     def num_threads(self) -> int:

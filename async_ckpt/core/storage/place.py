@@ -12,11 +12,10 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from threading import TIMEOUT_MAX
 from typing import Any, Final, Literal, TypeAlias
 
 from ..host import process as _  # noqa: F401 - notices forks from now on, even before the first store
-from ..spec import Keep, flag, keep_of, whole_count, with_article
+from ..spec import Keep, flag, keep_of, seconds_above_0, whole_count, with_article
 from .interface import Storage
 from .local import LocalStorage
 from .store_facts import SECRET_NAME
@@ -121,9 +120,9 @@ class Place:
             raise ValueError(f'engine must be "obstore", "fsspec" or "s3fs", got {self.engine!r}')
         keep_of(self.keep)
         if self.every is not None:
-            whole_count("every", self.every)
+            object.__setattr__(self, "every", whole_count("every", self.every))
         if self.volatile is not None:
-            flag("volatile", self.volatile)
+            object.__setattr__(self, "volatile", flag("volatile", self.volatile))
         if self.compression is not None and self.compression != "zstd":
             raise ValueError(f'compression of a place must be "zstd" or None, got {self.compression!r:.100}')
         if self.fs is not None and not (hasattr(self.fs, "protocol") and callable(getattr(self.fs, "open", None))):
@@ -223,11 +222,10 @@ def _check_options(options: Any) -> None:
             raise TypeError(
                 f'options["{name}"] must be a mapping, got {with_article(type(options[name]).__qualname__)}'
             )
-    seconds, is_time = options.get(_DEADLINE), False
-    with suppress(TypeError, ValueError):
-        is_time = seconds is None or 0 < float(seconds) <= TIMEOUT_MAX
-    if not is_time:
-        raise ValueError(f'options["{_DEADLINE}"] must be a number of seconds above 0, got {seconds!r:.100}')
+    if (seconds := options.get(_DEADLINE)) is not None:
+        with suppress(ValueError):
+            seconds = float(seconds) if isinstance(seconds, str) else seconds
+        seconds_above_0(f'options["{_DEADLINE}"]', seconds)
 
 
 def _loaded(module: str, name: str) -> Callable[..., Storage]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.saving.handle import SaveHandle
+from ...core.spec import whole_bytes
 from ...core.staging.guard import refuse_guard, unwrapped
 from ...core.state.captured import SnapshotView
 from ...core.storage.compressed import refuse_archive_name
@@ -82,8 +83,7 @@ def export_hf(
     others = OtherRanks(storage)
     try:  # an error on this rank is reported to the other ranks
         refuse_archive_name(place.shown)
-        if isinstance(max_shard_bytes, str) or max_shard_bytes < 1:
-            raise ValueError(f"max_shard_bytes must be a number of bytes, at least 1, got {max_shard_bytes!r}")
+        max_shard_bytes = whole_bytes("max_shard_bytes", max_shard_bytes)
         if not storage.remote:
             storage = LocalStorage(_replaceable(storage.locate("")))
         config_files = {} if config_folder is None else files_of(local_place(config_folder))

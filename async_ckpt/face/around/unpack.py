@@ -23,6 +23,7 @@ from typing import Any, Final, NoReturn
 from ...core.format.tar import BLOCK
 from ...core.format.tar_of_files import stays_inside
 from ...core.loading.archives.find import opened_as_file
+from ...core.spec import is_number
 from ...core.storage.disk import free_bytes_at, full, translated
 from ...core.storage.place import Anywhere, local_place, place_of, written_at
 from ...errors import CorruptCheckpointError, NotCommittedError, NotFoundError, OccupiedError, UnsafeArchiveError
@@ -111,7 +112,7 @@ class _Limits:
     def __post_init__(self) -> None:
         for name in ("max_bytes", "max_file_bytes", "max_members"):
             limit = getattr(self, name)
-            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0):
+            if limit is not None and (not is_number(limit) or not limit >= 0):
                 raise ValueError(f"{name} must be a number, at least 0, such as 10**9, or None; got {limit!r:.100}")
 
     def take(self, member: tarfile.TarInfo, num_members: int, path: str) -> None:

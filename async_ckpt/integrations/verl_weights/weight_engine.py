@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ... import Place
+from ...plumbing import spec
 from ..common.framework_checks import TESTED, require, require_names, version_of
 from .sync_line import Address
 from .weight_receiver import WeightReceiver
@@ -84,10 +85,8 @@ class AsyncCkptEngine(CheckpointEngineWithCache):  # type: ignore[misc]
                 "async_ckpt needs a root for its versions: "
                 "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.async_ckpt.root=/shared/weights"
             )
-        if not isinstance(timeout_seconds, int | float) or not timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds must be above 0, got {timeout_seconds!r:.100}")
         place = Place(root, options=dict(options)) if options else Place(root)
-        self._root, self._timeout_seconds = place.shown, float(timeout_seconds)
+        self._root, self._timeout_seconds = place.shown, spec.seconds_above_0("timeout_seconds", timeout_seconds)
         self._sync: _Sync | None = None
         self._sender = self._receiver = None
         if is_master:

@@ -69,8 +69,7 @@ class SenderInit(_base.TrainerInitInfo):  # type: ignore[misc]
     folder: str | None = None
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be a number of bytes, at least 1, got {self.bucket_bytes!r}")
+        self.bucket_bytes = spec.whole_bytes("bucket_bytes", self.bucket_bytes)
 
 
 # --- in a worker of an engine -------------------------------------------------------------------------------------

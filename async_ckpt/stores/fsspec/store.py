@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from threading import TIMEOUT_MAX
 from typing import IO, Any
 
 from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
@@ -67,7 +68,9 @@ class FsspecStorage(Storage):
         if hasattr(kind, "call_s3"):
             if not root or root.startswith("/"):
                 raise ValueError(f"{urls.shown(url)} names no bucket; write s3://bucket/prefix")
-            self._place = Bucket(filesystem, root, float(options.get("deadline_seconds") or waits.OBJECT_SECONDS))
+            self._place = Bucket(
+                filesystem, root, min(float(options.get("deadline_seconds") or waits.OBJECT_SECONDS), TIMEOUT_MAX)
+            )
         else:
             self._place = FileTree(filesystem, root, scheme, self._url, self._known)
         self.in_order = self._place.in_order

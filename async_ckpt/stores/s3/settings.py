@@ -6,6 +6,7 @@ In: a URL and the user's options. Out: keys of objects; the arguments of each cl
 from __future__ import annotations
 
 from collections.abc import Mapping
+from threading import TIMEOUT_MAX
 from typing import Any, Final, Literal, TypeAlias
 
 from ...errors import StorageUnavailableError
@@ -33,7 +34,7 @@ class BucketSettings:
         self.url = "/".join(filter(None, (f"{self.scheme}://{self.bucket}", self.prefix)))
         self.options = dict(options or {})
         rest = {key: value for key, value in self.options.items() if value is not None}
-        self.deadline_seconds = float(rest.pop("deadline_seconds", waits.OBJECT_SECONDS))
+        self.deadline_seconds = min(float(rest.pop("deadline_seconds", None) or waits.OBJECT_SECONDS), TIMEOUT_MAX)
         self._client_options = dict(rest.pop("client_options", {}))
         self._retry_config = dict(rest.pop("retry_config", {}))
         self._credential_provider = rest.pop("credential_provider", None)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from ...errors import CheckpointError, StorageUnavailableError
-from ...plumbing import places, waits
+from ...plumbing import places, spec, waits
 from ...plumbing import timing as clock
 from ..publishing.subscriber import Subscriber
 from .health import Event, Health, LogEvent
@@ -138,10 +138,9 @@ class Sidecar:
         patience_seconds: float,
         stop: Stop,
     ) -> None:
-        for name, value in (("poll_seconds", poll_seconds), ("patience_seconds", patience_seconds)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"{name} must be a number above 0, got {value!r:.100}")
-        self._poll_seconds, self._patience_seconds, self._stop = poll_seconds, patience_seconds, stop
+        self._poll_seconds = spec.seconds_above_0("poll_seconds", poll_seconds)
+        self._patience_seconds = spec.seconds_above_0("patience_seconds", patience_seconds)
+        self._stop = stop
         path = _apart_from(subscriber.root, places.local_place(into).absolute())
         self._subscriber, self._engine = subscriber, engine
         self._folder = SharedFolder(path, engine.name, engine.address)

@@ -13,14 +13,13 @@ import shlex
 import shutil
 import signal
 import subprocess
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple, Protocol
 
-from ...plumbing import hf_weights, timing
+from ...plumbing import hf_weights, spec, timing
 from .web import EngineError, HttpClient, Reply, refusal
 
 # The time for the answer to a request that needs no work.
@@ -60,10 +59,7 @@ class BaseEngine(Engine):
     """The base class of the engines below. By itself it stands for an engine that watches the folder."""
 
     def __init__(self, name: str = "", answer_seconds: float = ANSWER_SECONDS) -> None:
-        is_number = isinstance(answer_seconds, int | float) and not isinstance(answer_seconds, bool)
-        if not is_number or not 0 < answer_seconds <= threading.TIMEOUT_MAX:
-            raise ValueError(f"answer_seconds must be a number above 0, got {answer_seconds!r:.100}")
-        self.name, self.answer_seconds = name, float(answer_seconds)
+        self.name, self.answer_seconds = name, spec.seconds_above_0("answer_seconds", answer_seconds)
 
     def take(self, loading: Loading, deadline: float) -> None:
         """Do nothing."""

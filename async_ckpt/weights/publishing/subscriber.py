@@ -274,10 +274,8 @@ class Subscriber:
         Args:
             poll_seconds: the time between two polls.
         """
-        if not isinstance(poll_seconds, int | float) or not 0 < poll_seconds <= threading.TIMEOUT_MAX:
-            raise ValueError(f"poll_seconds must be a number of seconds above 0, got {poll_seconds!r:.100}")
         self._refuse_if_forked()
-        return self._watch(poll_seconds)
+        return self._watch(spec.seconds_above_0("poll_seconds", poll_seconds))
 
     def _watch(self, poll_seconds: float) -> Iterator[int]:
         seen: tuple[int, str] | None = None

@@ -145,9 +145,11 @@ def test_a_higher_level_makes_it_smaller(tmp_path):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: Zstd(level=0), "from 1 to 22"),
+        (lambda: Zstd(level=0), "at least 1"),
         (lambda: Zstd(level=23), "from 1 to 22"),
         (lambda: Zstd(threads=0), "at least 1"),
+        (lambda: Zstd(level=True), "level must be a whole number, at least 1, got True"),
+        (lambda: Zstd(threads=2.5), "threads must be a whole number, at least 1, got 2.5; leave it out"),
         (lambda: save({}, "x.tar", compression="gzip"), "compression must be"),  # type: ignore[arg-type]
         (lambda: save({}, "x.tar", compression=3), "compression must be"),  # type: ignore[arg-type]
     ],

@@ -190,7 +190,7 @@ def test_what_is_no_rule_at_all_is_refused(keep, tmp_path):
 
 @pytest.mark.parametrize(("rule", "is_told"), [("last", True), ("every", False)])
 def test_whoever_asks_to_keep_no_steps_at_all_is_told_how_to_keep_every_one(rule, is_told):
-    with pytest.raises(ValueError, match=rf"Keep\({rule}=…\) must be a whole number from 1 on, got 0") as raised:
+    with pytest.raises(ValueError, match=rf"Keep\({rule}=…\) must be a whole number, at least 1, got 0") as raised:
         Keep(**{rule: 0})
 
     assert ("None keeps every step" in str(raised.value)) is is_told

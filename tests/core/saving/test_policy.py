@@ -354,8 +354,8 @@ def test_without_a_rule_the_answer_is_what_to_give():
 @pytest.mark.parametrize(
     ("rule", "complaint"),
     [
-        ({"every": 0}, r"Due\(every=…\) must be a whole number from 1 on, got 0"),
-        ({"every": 1.5}, r"a whole number from 1 on, got 1\.5"),
+        ({"every": 0}, r"Due\(every=…\) must be a whole number, at least 1, got 0"),
+        ({"every": 1.5}, r"a whole number, at least 1, got 1\.5"),
         ({"seconds": 0}, r"Due\(seconds=…\) must be a number above 0, got 0"),
         ({"seconds": math.nan}, "above 0, got nan"),
         ({"seconds": "x"}, "above 0, got 'x'"),

@@ -150,7 +150,7 @@ def test_a_shard_is_no_larger_than_allowed_unless_one_tensor_is(out):
     assert shards == [["w0", "w1", "w2"], ["w3", "w4", "w5"], ["w6"], ["large"]]
 
 
-@pytest.mark.parametrize("max_shard_bytes", [0, -1, "5GB"])
+@pytest.mark.parametrize("max_shard_bytes", [0, -1, 0.5, float("nan"), None, "5GB"])
 def test_a_limit_that_is_none_is_refused(max_shard_bytes, out):
     with pytest.raises(ValueError, match="number of bytes"):
         async_ckpt.export_hf({"w": torch.ones(3)}, out, max_shard_bytes=max_shard_bytes)

@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused_before_the_engine_is_told_anything():
             send_weights(Engine(), Policy())  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="cannot be told the version"):
             send_weights(Engine(), snap["model"], version=3)
-        with pytest.raises(ValueError, match="must be at least 1"):
+        with pytest.raises(ValueError, match="bucket_bytes must be a number of bytes"):
             send_weights(Engine(), snap["model"], bucket_bytes=0)
         with pytest.raises(ValueError, match="leave it out with group="):
             send_weights(Engine(), snap["model"], tp_size=2, group=object())

@@ -254,7 +254,7 @@ def test_arguments_that_are_not_valid_are_refused_when_the_engine_is_made(tmp_pa
 
     with pytest.raises(ValueError, match=r"engine_kwargs\.async_ckpt\.root="):
         make(root=None)
-    with pytest.raises(ValueError, match="timeout_seconds must be above 0"):
+    with pytest.raises(ValueError, match="timeout_seconds must be a number of seconds above 0"):
         make(timeout_seconds=0)
     with pytest.raises(ValueError, match="publisher has no option 'kep'; there are anchor_every, keep"):
         make(is_master=True, publisher={"kep": 3})
