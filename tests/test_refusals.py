@@ -122,6 +122,61 @@ def test_each_refusal_of_a_state_says_what_its_row_says(what, tmp_path):
     assert re.fullmatch(pattern(message), str(caught.value))
 
 
+def restored(tensor: torch.Tensor, folder: Path) -> None:
+    with AsyncCheckpointer(folder / "run") as ckpt:
+        ckpt.save({"w": torch.ones(2, 50)}, 1).result()
+        ckpt.restore({"w": tensor})
+
+
+def pulled(tensor: torch.Tensor, folder: Path) -> None:
+    module = nn.Linear(50, 2, bias=False)
+    with async_ckpt.Publisher(folder / "root") as publisher, async_ckpt.Subscriber(folder / "root") as subscriber:
+        publisher.publish(module, 1).result()
+        module.weight.data = tensor
+        subscriber.pull(module)
+
+
+def published(tensor: torch.Tensor, folder: Path) -> None:
+    with async_ckpt.Publisher(folder / "root") as publisher:
+        publisher.publish({"w": tensor}, 1)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 396])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda tensor, folder: async_ckpt.save({"w": tensor}, folder / "x.tar"),
+        lambda tensor, folder: async_ckpt.snapshot({"w": tensor}),
+        lambda tensor, folder: async_ckpt.export_hf({"w": tensor}, folder / "hf"),
+        lambda tensor, folder: async_ckpt.wrap(torch.save)({"w": tensor}, folder / "x.pt"),
+        restored,
+        pulled,
+        published,
+    ],
+)
+def test_a_tensor_whose_storage_ends_before_its_last_element_is_neither_read_nor_filled(use, num_bytes, tmp_path):
+    tensor = torch.ones(2, 50)
+    tensor.untyped_storage().resize_(num_bytes)
+    size = f"{num_bytes} bytes" if num_bytes else "zero"
+
+    try:
+        with pytest.raises(async_ckpt.CheckpointError, match=rf"freed \(resized to {size}\); gather or unshard it"):
+            use(tensor, tmp_path)
+    finally:
+        tensor.untyped_storage().resize_(400)  # pytest prints the tensor of a failed test
+
+
+def test_a_view_of_the_front_of_a_storage_that_was_cut_is_saved(tmp_path):
+    tensor = torch.arange(100.0)
+    tensor.untyped_storage().resize_(40)
+
+    async_ckpt.save(
+        {"w": tensor[:10], "expanded": tensor[9:10].expand(500), "none": tensor[:0]}, tmp_path / "x.tar"
+    ).result()
+
+    assert async_ckpt.load(tmp_path / "x.tar")["w"].tolist() == [*range(10)]
+
+
 def texts() -> Iterator[str]:
     """The strings of the package, with `…` for what is put into them."""
     for path in (REPOSITORY / "async_ckpt").rglob("*.py"):

@@ -286,13 +286,24 @@ def _nothing() -> torch.Tensor:
 
 
 def _pointer(tensor: torch.Tensor) -> int | None:
-    """The address of an ordinary tensor's bytes; None if it has no bytes, or is not ordinary."""
+    """The address of an ordinary tensor's bytes; None if it has no bytes or not all of them, or is not ordinary."""
     if not is_ordinary(tensor) or tensor.is_nested:
         return None
     try:
-        return tensor.data_ptr() or None
+        pointer = tensor.data_ptr()
     except RuntimeError:  # wrapped by a functional transform
         return None
+    return None if not pointer or is_cut_short(tensor) else pointer
+
+
+def is_cut_short(tensor: torch.Tensor) -> bool:
+    """True if the storage ends before the last element, since it was resized. Reading the tensor would be unsafe."""
+    if not is_ordinary(tensor) or tensor.is_nested:
+        return False
+    num_items = tensor.numel()
+    if not tensor.is_contiguous():
+        num_items = num_items and 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + num_items) * tensor.itemsize > tensor.untyped_storage().nbytes() and num_items > 0
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -334,10 +345,11 @@ def why_not(tensor: torch.Tensor) -> str | None:
         has_bytes = not torch._is_functional_tensor(tensor) and tensor.data_ptr() != 0
     except RuntimeError:
         has_bytes = False
-    if has_bytes or (not tensor.numel() and is_ordinary(tensor)):
+    if (has_bytes and not is_cut_short(tensor)) or (not tensor.numel() and is_ordinary(tensor)):
         return None
     if is_ordinary(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return "its memory was freed (resized to zero); gather or unshard it first"
+        size = f"{tensor.untyped_storage().nbytes():,} bytes" if has_bytes else "zero"
+        return f"its memory was freed (resized to {size}); gather or unshard it first"
     return f"{with_article(kind)} has no memory of its own; save the plain tensors that it wraps"
 
 

@@ -23,7 +23,7 @@ import torch
 
 from ...core.backends import has_plain_bytes
 from ...core.garbage import no_collection
-from ...core.state.capture import why_not
+from ...core.state.capture import is_cut_short, why_not
 from ...core.state.captured import SnapshotView, tree_of
 from ...errors import UnsupportedStateError
 
@@ -37,7 +37,7 @@ _ATOMS: Final = (
 def tensors_in(arguments: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor], list[SnapshotView]]:
     """The names of all plain dense tensors, the tensors themselves (each once), and the snapshots.
 
-    `deep_copied` handles tensors of other kinds.
+    `deep_copied` handles tensors of other kinds. Raises UnsupportedStateError for tensors whose memory was freed.
     """
     names: list[str] = []
     tensors: list[torch.Tensor] = []
@@ -53,6 +53,8 @@ def tensors_in(arguments: Mapping[str, Any]) -> tuple[list[str], list[torch.Tens
             held.append(value)
             continue
         if isinstance(value, torch.Tensor):
+            if is_cut_short(value):  # its deep copy would have any bytes at its end
+                raise UnsupportedStateError(f"{name}: {why_not(value)}; nothing was written", path=name)
             if not _is_ordinary(value):
                 continue
             names.append(name)

@@ -93,6 +93,9 @@ class DestinationFinder:
             self._signature = inspect.signature(fn)
             self._parameters = self._signature.parameters
         self._positional = [p.name for p in self._parameters.values() if p.kind in _POSITIONAL]
+        is_number = isinstance(declared, int) and not isinstance(declared, bool) and declared >= 0
+        if not (declared is None or isinstance(declared, str) or is_number):
+            raise TypeError(f"destination must be the name or the position of an argument, got {declared!r:.100}")
         if isinstance(declared, int) and declared < len(self._positional):
             self._declared = self._positional[declared]  # by its name, so that a caller may pass it as a keyword, too
         elif isinstance(declared, str) and self._signature is not None:

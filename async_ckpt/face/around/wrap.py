@@ -183,7 +183,8 @@ def _refuse_uncallable(fn: Any) -> None:
             f"wrap takes a function, not {given}; pass the function itself and call what wrap returns: "
             "wrap(torch.save)(state, path)"
         )
-    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+    kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    if any(is_kind(called) for is_kind in kinds for called in (fn, fn.__call__)):  # of an object, its method
         raise TypeError(f"{name_of(fn)} writes only when it is awaited or iterated; wrap a plain function that does so")
 
 

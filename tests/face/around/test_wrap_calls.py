@@ -139,6 +139,12 @@ def test_the_function_gets_the_kind_of_path_that_it_was_given(tmp_path, kind, gi
     assert (tmp_path / "x.txt").read_text() == "x"
 
 
+@pytest.mark.parametrize("wrong", [True, -1, 1.0, b"path", ["path"]])
+def test_a_destination_that_is_neither_a_name_nor_a_position_is_refused(wrong):
+    with pytest.raises(TypeError, match="destination must be the name or the position of an argument, got"):
+        wrap(torch.save, destination=wrong)
+
+
 # --- what cannot be wrapped --------------------------------------------------------------------------------------
 
 
@@ -154,8 +160,15 @@ async def async_generator(path: str) -> Any:
     yield path
 
 
+class AwaitedCall:
+    async def __call__(self, path: str) -> None:
+        """Writes when it is awaited."""
+
+
 @pytest.mark.parametrize(
-    "fn", [coroutine, generator, async_generator, functools.partial(coroutine)], ids=lambda fn: str(fn)[:20]
+    "fn",
+    [coroutine, generator, async_generator, functools.partial(coroutine), AwaitedCall()],
+    ids=lambda fn: str(fn)[:20],
 )
 def test_what_does_not_write_when_it_is_called_cannot_be_wrapped(fn):
     with pytest.raises(TypeError, match="when it is awaited or iterated; wrap a plain function"):
