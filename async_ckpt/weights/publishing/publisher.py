@@ -10,7 +10,9 @@ import hashlib
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -23,6 +25,7 @@ from ...plumbing import (
     guards,
     hf_weights,
     ledger,
+    loops,
     places,
     process,
     rendezvous,
@@ -127,6 +130,8 @@ class Publisher:
             retires=on_rollback == "retire",
         )
         self._offer = MemoryOffer(host_bytes) if local else None
+        if self._offer is not None:  # if the caller never calls `close`
+            weakref.finalize(self, _close_soon, self._offer).atexit = False
         self._root = self._place.storage()
         self._series: VersionSeries | None = None  # made by the first publication; under _lock
         self._lock = threading.Lock()
@@ -311,6 +316,12 @@ class Publisher:
 
     def __repr__(self) -> str:
         return f"<Publisher {self._root.locate('')}{' (closed)' if self._is_closed else ''}>"
+
+
+def _close_soon(offer: MemoryOffer) -> None:
+    """Close an offer on the library's thread: a garbage collection may run on a thread that holds any lock."""
+    with suppress(ClosedError):  # the interpreter is exiting
+        loops.get_loop().soon(offer.close)
 
 
 def _config_files(folder: Path) -> dict[str, bytes]:

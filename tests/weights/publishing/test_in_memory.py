@@ -705,3 +705,18 @@ def test_a_forked_child_keeps_neither_the_memory_nor_the_socket_of_its_parent(ro
     assert token
     with open("/proc/net/unix") as sockets:  # of all processes of the machine
         assert token not in sockets.read()
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_a_publisher_that_is_dropped_without_close_leaves_no_thread(root, is_published):
+    before = {*threading.enumerate()}
+    publisher = Publisher(root, local=True)
+    handle = publisher.publish(weights(1), 1)
+    if is_published:
+        handle.result()
+    del publisher
+    handle.result()
+    del handle
+    gc.collect()
+
+    until(lambda: not any(thread.name.endswith("giver") for thread in {*threading.enumerate()} - before))

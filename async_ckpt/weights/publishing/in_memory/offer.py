@@ -61,13 +61,16 @@ class MemoryOffer:
         """Lend a version with these tensors in place of the previous one. Returns the checksums of all tensors.
 
         `version` does not contain the positions of its tensors yet. For a model that is spread over ranks, `tensors`
-        are those of this rank, and `num_ranks` is the number of ranks. Returns None, after a warning, if the tensors
-        cannot be lent. Then no version is lent.
+        are those of this rank, and `num_ranks` is the number of ranks. Returns None if nothing is lent: after a warning
+        if the tensors cannot be, or after `close`.
         """
         crew = threads.Crew("offer", min(_MAX_THREADS, limits.num_cpus()), background=True)
         try:
             if self._giver is None:
                 self._giver = Giver(name)
+            if self._is_closed:  # the publisher was dropped while this version was published
+                self._giver.close()
+                return None
             if self._giver.num_loans >= _MAX_LOANS:
                 raise OSError(f"{_MAX_LOANS} earlier versions are still being read; end readers that are stuck")
             shared = self._in_shared_memory(tensors, crew)
