@@ -148,7 +148,7 @@ def weights_of(given: Any, config_files: Mapping[str, bytes]) -> Weights:
     for name, tensor in weights.tensors.items():
         _check(name, tensor)
     if not weights.tensors:
-        raise UnsupportedStateError("there are no weights to export", path="")
+        raise UnsupportedStateError("the model has no weights", path="")
     return weights._replace(tensors={name: tensor.detach() for name, tensor in weights.tensors.items()})
 
 

@@ -6,8 +6,9 @@ Knows nothing of: where the tensors come from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -85,6 +86,14 @@ def fill(
             )
         for name in names[1:]:
             del copied[name]
+    for one, other, distance in _overlapping(live, copied):
+        first, second = (tensors[name].whole().contiguous().flatten().view(torch.uint8) for name in (one, other))
+        if not torch.equal(first[distance:][: len(second)], second[: len(first) - distance]):
+            raise StateMismatchError(
+                f"{source}: {one} and {other} overlap in the memory of the module, but have different values there in "
+                "the version; the module is unchanged. clone() one of them",
+                mismatched=(one, other),
+            )
     on_host = sorted((n for n in copied if backends.is_on_host(live[n])), key=lambda n: -tensors[n].num_bytes)
     crew.run_all(partial(_copy, live[name], tensors[name]) for name in on_host)
     for name in copied.keys() - {*on_host}:  # on this thread, in the order of its stream
@@ -144,6 +153,17 @@ def _tied(live: Mapping[str, torch.Tensor], names: Mapping[str, object]) -> Iter
         if live[name].numel():
             groups.setdefault(_memory_key(live[name]), []).append(name)
     return (group for group in groups.values() if len(group) > 1)
+
+
+def _overlapping(live: Mapping[str, torch.Tensor], names: Iterable[str]) -> Iterator[tuple[str, str, int]]:
+    """Pairs of dense tensors of the module, of which the second begins in the first, at this distance in bytes."""
+    dense = [name for name in names if live[name].numel() and backends.is_dense(live[name])]
+    spans = sorted((str(live[name].device), live[name].data_ptr(), name) for name in dense)
+    for i, (device, begin, name) in enumerate(spans):
+        for of_other, at, other in islice(spans, i + 1, None):
+            if of_other != device or at >= begin + live[name].nbytes:
+                break
+            yield name, other, at - begin
 
 
 def _refuse_unfillable(module: torch.nn.Module, live: Mapping[str, Any]) -> None:

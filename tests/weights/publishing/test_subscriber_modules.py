@@ -96,6 +96,30 @@ class Tied(torch.nn.Module):
             self.head.weight = self.embed.weight
 
 
+class Overlapping(torch.nn.Module):
+    """Two buffers of which the first ends where the second has its first half."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("one", memory[:6])
+        self.register_buffer("other", memory[3:])
+
+
+def test_a_version_whose_weights_differ_where_tensors_of_the_module_overlap_is_refused(tmp_path):
+    apart, memory = Overlapping(torch.arange(9.0)), torch.zeros(9)
+    with Publisher(tmp_path / "weights") as publisher, Subscriber(tmp_path / "weights") as subscriber:
+        publisher.publish(apart, 1).result()
+        subscriber.pull(Overlapping(memory))
+        assert memory.tolist() == [*range(9)]
+        apart.other = torch.zeros(6)
+        publisher.publish(apart, 2).result()
+        with pytest.raises(StateMismatchError, match="one and other overlap in the memory of the module"):
+            subscriber.pull(Overlapping(memory))
+        with pytest.raises(UnsupportedStateError, match="the model has no weights"):
+            subscriber.pull(torch.nn.Identity())
+    assert memory.tolist() == [*range(9)]
+
+
 def test_a_version_whose_weights_differ_where_the_module_ties_them_is_refused(tmp_path):
     with Publisher(tmp_path / "weights") as publisher:
         publisher.publish(Tied(tie=False), 1).result()
