@@ -122,7 +122,9 @@ def size_of(text: str) -> int:
 
 
 def _refuse(num_bytes: int, num_tensors: int) -> None:
-    if num_tensors < 1 or num_bytes < 4 * num_tensors:
+    if num_tensors < 1:
+        raise Answer(f"--tensors must be at least 1, got {num_tensors}", USAGE)
+    if num_bytes < 4 * num_tensors:
         raise Answer("--size must be at least 4 bytes for each of the --tensors", USAGE)
     free = limits.free_memory_bytes()
     if num_bytes * _STATES_IN_MEMORY > free:

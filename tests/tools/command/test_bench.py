@@ -81,7 +81,7 @@ def test_nothing_is_left_in_a_store_when_it_is_terminated(bucket):
         (("--size", "large"), "give the size as 1GB"),
         (("--size", "0"), "at least"),
         (("--size", "100000GB"), "pass a smaller --size"),
-        (("--tensors", "0"), "at least"),
+        (("--tensors", "0"), "--tensors must be at least 1, got 0"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(tmp_path, arguments, said):

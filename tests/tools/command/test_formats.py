@@ -388,6 +388,15 @@ def test_items_of_any_dtype_are_compared(tmp_path, dtype):
     assert (row["max_abs"], row["share"]) == (1.0, 0.2)
 
 
+@pytest.mark.parametrize("option", ["--rtol", "--atol"])
+@pytest.mark.parametrize("number", ["-1", "nan", "inf"])
+def test_a_tolerance_that_is_no_number_from_0_on_is_refused(tmp_path, option, number):
+    result = run_command("diff", tmp_path / "a", tmp_path / "b", option, number)
+
+    assert result.returncode == 2
+    assert f"{option} must be a number from 0 on, got {number}" in result.stderr
+
+
 def test_tolerances_are_those_of_allclose_and_differences_in_bits_are_told_all_the_same(tmp_path):
     a, b = torch.tensor([1.0, 100.0]), torch.tensor([1.0, 100.5])
     assert differing(tmp_path, {"w": a}, {"w": b}, "--rtol", "0.01", status=0)["w"]["what"] == "within tolerance"

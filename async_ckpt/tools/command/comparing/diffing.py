@@ -64,6 +64,9 @@ class DiffResult(NamedTuple):
 
 def show(a: Place, *, all_: bool, as_json: bool, **options: Any) -> None:
     """Compare a checkpoint with another one. `all_` compares the checkpoint at each place of its run."""
+    for name in ("rtol", "atol"):
+        if not 0 <= options[name] < math.inf:
+            raise Answer(f"--{name} must be a number from 0 on, got {options[name]:g}", USAGE)
     for_each(partial(_diff, as_json=as_json, **options), everywhere([a], asks_all=all_), with_headings=not as_json)
 
 
