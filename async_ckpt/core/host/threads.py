@@ -63,10 +63,13 @@ def start_thread(name: str, run: Task, *, daemon: bool = False) -> Running:
     thread = LibraryThread(target=run, name=name, daemon=daemon)
     try:
         thread.start()
-    except RuntimeError:
+    except RuntimeError as error:
         reserved = _ReserveTask(name, run)
         if daemon or not _reserve.submit_if_idle(reserved.run):
-            raise
+            raise RuntimeError(
+                f"async_ckpt needs another thread: {error}; if this process or its container is at the limit of "
+                "threads (ulimit -u, pids.max), raise it or start fewer"
+            ) from error
         return reserved
     return thread
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import io
 import threading
+from functools import partial
 from typing import Any, Final
 
 from ..host.pool import Lease, SegmentPool
@@ -108,7 +109,7 @@ class Appender:
         length = self.num_bytes - begin
         with self._changed:
             self._num_writing += 1
-        self._crew.submit(lambda: self._write(begin, length, lease))
+        self._crew.submit(lambda: self._write(begin, length, lease), partial(self._written, lease))
 
     def _write(self, offset: int, length: int, lease: Lease) -> None:
         error: BaseException | None = None
@@ -117,6 +118,9 @@ class Appender:
             self.sink.write(offset, lease.segment.view[:length], lease)
         except BaseException as caught:
             error = caught
+        self._written(lease, error)
+
+    def _written(self, lease: Lease, error: BaseException | None) -> None:
         lease.release()
         with self._changed:
             self._error = self._error or error

@@ -465,3 +465,18 @@ def test_an_object_that_is_given_up_in_the_middle_of_its_upload_leaves_no_trace(
     assert bucket.keys() == []
     assert bucket.uploads() == []
     until(lambda: ", 0 of " in repr(out._pool))
+
+
+def test_a_file_for_which_no_thread_is_left_is_given_up_with_that_error(tmp_path, monkeypatch):
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    out = Appender(LocalStorage(tmp_path), "x", limit_bytes=1 << 20)
+    out.append(memoryview(b"some"))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        with pytest.raises(RuntimeError, match="needs another thread: can't start new thread; if this process"):
+            out.finish()
+    out.abort()
+
+    assert [*tmp_path.iterdir()] == []
