@@ -382,6 +382,34 @@ def test_keys_and_places_come_from_options_then_environment_then_files(bare, mon
     assert "x-amz-security-token" not in proxy.requests[-1].headers
 
 
+@pytest.mark.parametrize(
+    ("more", "environment"),
+    [
+        ("", {}),
+        ("endpoint_url = http://global:1\n", {}),
+        ("services = local\n", {}),
+        ("services = local\nendpoint_url = http://global:1\n", {}),
+        ("services = of-others\nendpoint_url = http://global:1\n", {}),
+        ("services = local\n", {"AWS_ENDPOINT_URL": "http://environment:1"}),
+        ("services = local\n", {"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"}),
+        ("services = local\nignore_configured_endpoint_urls = true\n", {"AWS_ENDPOINT_URL_S3": "http://environment:1"}),
+    ],
+)
+def test_the_endpoint_is_the_one_that_botocore_finds(bare, monkeypatch, more, environment):
+    session = pytest.importorskip("botocore.session")
+    services = "[services local]\nec2 =\n  endpoint_url = http://ec2:1\ns3 =\n  max_attempts = 3\n  endpoint_url = http://s3:1\n"
+    of_others = "[services of-others]\nec2 =\n  endpoint_url = http://ec2:1\n"
+    (bare / "config").write_text(f"[profile lab]\nregion = eu-north-1\n{more}{services}{of_others}")
+    for name, value in {"AWS_PROFILE": "lab", **environment}.items():
+        monkeypatch.setenv(name, value)
+
+    found = session.Session().create_client("s3").meta.endpoint_url
+    setup = aws_settings.AwsSetup({})
+    used = setup.config.get("aws_endpoint_url_s3", "")
+    assert used == found or (found.endswith("amazonaws.com") and not setup.endpoint)
+    assert used or not {*environment} & {"AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"}  # obstore would take that of these
+
+
 def test_keys_that_ended_are_looked_up_again(bare, monkeypatch, proxy, s3, bucket):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "old-key-id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "old")

@@ -31,6 +31,10 @@ _ALIASES: Final = {
     "region_name": "region",
     "default_region": "region",
 }
+# The setting by which users switch off all endpoints but that of the options.
+_IGNORED: Final = "aws_ignore_configured_endpoint_urls"
+# The endpoint in the nested settings of one service, in a section to which a profile refers by `services = name`.
+_ENDPOINT: Final = re.compile(r"^\s*endpoint_url\s*=\s*(\S+)", re.MULTILINE)
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 # Options that select one of obstore's own sources of keys.
 _OWN_KEYS: Final = re.compile(r"container_|metadata_|web_identity_|role_|imdsv1_")
@@ -49,9 +53,9 @@ class AwsSetup:
             config[_ALIASES.get(name, name)] = value
         self._profile = str(config.pop("profile", "")) or None  # the option has precedence over the environment
         profile = self._read_profile()
-        self.endpoint = str(config.pop("endpoint", "")) or (
-            _environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") or profile.get("endpoint_url", "")
-        )
+        ignored = _environment(_IGNORED.upper()) or profile.get(_IGNORED.removeprefix("aws_"), "")
+        configured = _environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") or profile.get("endpoint_url", "")
+        self.endpoint = str(config.pop("endpoint", "")) or ("" if ignored.lower() == "true" else configured)
         config.setdefault(
             "region", _environment("AWS_REGION", "AWS_DEFAULT_REGION") or profile.get("region") or "us-east-1"
         )
@@ -73,6 +77,8 @@ class AwsSetup:
             # Over plain http, only a signature protects the bytes in transit.
             config.setdefault("unsigned_payload", url.scheme == "https" or url.hostname in _LOOPBACK)
         else:
+            if configured:  # obstore would take an endpoint in the environment that is to be ignored
+                config["endpoint_url_s3"] = f"https://s3.{config['region']}.amazonaws.com"
             config.setdefault("unsigned_payload", True)
             # crc64nvme takes 0.03 s of processor time per GiB, sha256 0.6 s, and the upload itself 0.24 s. Other
             # servers with the API of S3 may not support it.
@@ -136,6 +142,9 @@ class AwsSetup:
                 parser.read(Path(_environment(variable) or folder / file).expanduser(), encoding="utf-8")
                 if parser.has_section(section):
                     settings |= dict(parser.items(section))
+                services = parser.get(f"services {settings.get('services')}", "s3", fallback="")
+                if of_s3 := _ENDPOINT.search(services):
+                    settings["endpoint_url"] = of_s3[1]
         return settings
 
 
