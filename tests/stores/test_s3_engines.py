@@ -183,8 +183,7 @@ def test_a_bucket_that_does_not_exist_is_an_error_everywhere(engine, s3):
     ):
         with pytest.raises(StorageUnavailableError, match=r"bucket.* does not exist; create it"):
             call()
-    if engine == "s3fs":
-        assert fresh().sweep("", ["x"], decided=True) == []
+    assert fresh().sweep("", ["x"], decided=True) == []
 
 
 def test_a_key_that_is_too_long_is_refused_before_anything_is_sent(far, proxy):

@@ -221,8 +221,12 @@ class ObjectStorage(Storage):
     ) -> list[str]:
         if not decided or not names:
             return []
-        limit = self._client.now() - store_facts.ORPHAN_SECONDS
-        listed = self._client.list(folder)["objects"]
+        try:
+            limit = self._client.now() - store_facts.ORPHAN_SECONDS
+            listed = self._client.list(folder)["objects"]
+        except StorageUnavailableError as error:  # without the store's clock there is no proof
+            _log.debug("no leftovers were deleted: %s", error)
+            return []
         written = {meta["path"].rpartition("/")[2]: meta["last_modified"].timestamp() for meta in listed}
         dead = [name for name in names if name in written and written[name] < limit]
         for name in dead if delete else ():
