@@ -37,7 +37,7 @@ from ..core.saving.policy import Due, SavePolicy
 from ..core.saving.request import StepRequest
 from ..core.saving.saver import Saver
 from ..core.saving.signals import Notice
-from ..core.spec import Ema, Keep, flag, keep_of, number_above_0, whole_count, whole_step
+from ..core.spec import Ema, Keep, flag, keep_of, whole_count, whole_step
 from ..core.staging.guard import INHERITED, FirstSteps, unwrapped
 from ..core.state.names import Select
 from ..core.storage.interface import Storage
@@ -151,14 +151,11 @@ class AsyncCheckpointer(RunReader):
         check: NonFinite | None = None,
     ) -> None:
         due = _checked_rules(commit, due, check, on_rollback)
-        if max_bandwidth is not None:
-            max_bandwidth = number_above_0(
-                "max_bandwidth", max_bandwidth, "a number of bytes per second, such as 500e6"
-            )
+        writers = Writers(max_bandwidth)
         self._notice = Notice(due.signals)
         self._policy = SavePolicy(due, preempted=self._is_leaving, stall_seconds=self._stall_seconds)
         self._roots = open_roots(
-            root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time, max_bandwidth=max_bandwidth
+            root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time, max_bandwidth=writers.max_bandwidth
         )
         self.roots, self.root = self._roots.names, self._roots.names[0]
         self._mean = None if ema is None else _mean_of(ema)
@@ -170,7 +167,6 @@ class AsyncCheckpointer(RunReader):
             check_replicas=check_replicas,
             mesh=mesh,
         )
-        writers = Writers(max_bandwidth)
         self._ranks.nodes = RunNodes(self._ranks.meeting, self._roots, partial(_send_archive, writers.pace_of))
         self._saver = Saver(
             pool_for(segment_bytes, host_bytes),

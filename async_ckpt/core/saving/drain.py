@@ -35,6 +35,7 @@ from ..host.loop import get_loop
 from ..host.pool import Lease
 from ..host.threads import Submit, running_future
 from ..report import Progress
+from ..spec import number_above_0
 from ..storage.interface import Sink, Storage
 from ..storage.pace import Pace
 from ..timing import NO_TRACE, Trace
@@ -48,13 +49,16 @@ class Writers:
     """
 
     def __init__(self, max_bandwidth: float | None = None) -> None:
-        self._max_bandwidth = max_bandwidth
+        if max_bandwidth is not None:
+            rule = "a number of bytes per second, such as 500e6"
+            max_bandwidth = number_above_0("max_bandwidth", max_bandwidth, rule)
+        self.max_bandwidth = max_bandwidth
         self._places: set[str] = set()  # places with threads of their own
         self._paces: dict[str, Pace] = {}  # the pace of each place
 
     def of(self, storage: Storage, *, alone: bool) -> tuple[Submit, Pace | None]:
         """The `submit` of the threads that write to a place, and its pace. `alone`: the save has no other place."""
-        if alone and self._max_bandwidth is None:
+        if alone and self.max_bandwidth is None:
             return get_loop().writers().submit, None
         place = storage.locate("")
         self._places.add(place)
@@ -62,9 +66,9 @@ class Writers:
 
     def pace_of(self, storage: Storage) -> Pace | None:
         """The pace of all writes to a place; None if bandwidth is not limited."""
-        if self._max_bandwidth is None:
+        if self.max_bandwidth is None:
             return None
-        return self._paces.setdefault(storage.locate(""), Pace(self._max_bandwidth))
+        return self._paces.setdefault(storage.locate(""), Pace(self.max_bandwidth))
 
     def stop(self) -> None:
         """Let the writing threads end."""
