@@ -480,7 +480,7 @@ class AsyncCheckpointer(RunReader):
             self._lineage.note("progress", reached, **self._policy.facts())
         self._report_training()
         self._ranks.close()
-        self._roots.close()
+        self._roots.close(is_quiet=all(save.finished.done() for save in self._saver.ledger.saves()))
         for tracking in self._tracked:  # last, so that nothing else waits for a tracker that hangs
             tracking.close()
 

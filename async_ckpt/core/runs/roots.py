@@ -117,10 +117,10 @@ class Roots:
                 with suppress(CheckpointError):
                     run.sweeper.sweep_once(has_ranks=has_ranks)
 
-    def close(self) -> None:
-        """Give up the right to commit at the roots."""
+    def close(self, *, is_quiet: bool = True) -> None:
+        """Give up the right to commit at the roots. See `Tenure.leave`."""
         for run in self.runs:
-            run.close()
+            run.close(is_quiet=is_quiet)
 
     def steps(self) -> list[int]:
         """The steps committed at any root that answers, ascending. Raises StorageUnavailableError."""

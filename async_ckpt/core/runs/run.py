@@ -449,7 +449,10 @@ class Run:
                 settled = [*takewhile(lambda start: start.name in ended and self._is_settled(start), before)]
                 if settled:  # their processes can put no more manifests
                     listing = self.root.relist()
-                    self.root.retire(self.root.line(listing).out(listing.steps))
+                    line = self.root.line(listing)
+                    unseen = self.root.look_up(line.unseen(listing.steps))  # raises if one cannot be read now
+                    found = {step: commit for step, commit in unseen.items() if commit is not None}
+                    self.root.retire({s: one.attempt for s, one in found.items() if not line.counts(s, one)})
                     self.root.listing = None
                 going += settled
             if going:
@@ -458,7 +461,7 @@ class Run:
     def _is_settled(self, start: Start) -> bool:
         """True if the process of a start, whose lock is free, has provably ended, and no other root has its commits."""
         about = about_start(self.storage, start)
-        return about.get("roots") == [self.storage.locate("")] and has_ended_here(about)
+        return about.get("roots") == [self.storage.locate("")] and has_ended_here(start, about)
 
     def _withdraw_if_lender_is_gone(self, manifest: Manifest) -> None:
         """Retire the manifest again if archives that it borrows were deleted while it was put: it cannot be loaded."""
@@ -576,13 +579,14 @@ class Run:
             self.root.own, self._is_changing = None, False
             self._tenure.leave(self.root, withdraws=True)
 
-    def close(self) -> None:
-        """Give up the root, so that another process can take it before this one ends."""
+    def close(self, *, is_quiet: bool = True) -> None:
+        """Give up the root, so that another process can take it before this one ends. See `Tenure.leave`."""
         if self.has_start and not self._has_closed:
             self._has_closed = True
             self.events.note("closed", None)
         self.write_events(again=False)
-        self._tenure.leave(self.root)
+        self._tenure.leave(self.root, is_quiet=is_quiet)
+        self._tenure = Tenure()  # of a save that was given up: if it fails late, the next checkpointer goes on
 
     def write_events(self, *, again: bool = True) -> None:
         """Write the events noted so far, if this process has taken the root: a mere reader changes nothing."""

@@ -35,21 +35,27 @@ class Tenure:
         self.about = about
         self._lost: tuple[str, Start, dict[str, object]] | None = None
         self._taking = threading.Lock()  # held during requests, so that concurrent saves take the root once
+        self._is_quiet = True  # no save of a user that has left may still commit
         self._users: weakref.WeakSet[Root] = weakref.WeakSet()
         self._file_lock = ExitStack()  # the lock on the file of the start
         weakref.finalize(self, self._file_lock.close).atexit = False
 
-    def leave(self, root: Root, *, withdraws: bool = False) -> None:
+    def leave(self, root: Root, *, withdraws: bool = False, is_quiet: bool = True) -> None:
         """Remove a user. Once the last user has left, another process may take the root.
 
-        With `withdraws`, the last user deletes the files of the start, while they are still locked.
+        With `withdraws`, the last user deletes the files of the start, while they are still locked. Unless `is_quiet`,
+        a save that was given up hangs, and may still commit: then the start counts as alive while this process is.
         """
         with self._taking:
             if root not in self._users:
                 return
             self._users.discard(root)
+            self._is_quiet = self._is_quiet and is_quiet
             if not self._users:
                 start, self.start, self._lost = self.start, None, None
+                if start is not None and self._is_quiet:
+                    _tokens.discard(start.token)
+                self._is_quiet = True
                 try:
                     if withdraws and start is not None:
                         with suppress(CheckpointError):  # harmless if they stay: the next start follows this one
@@ -176,7 +182,7 @@ def _unlock_in(process: int, unlock: Callable[[], None]) -> None:
         unlock()
 
 
-_tokens: set[str] = set()  # the tokens of this process's starts
+_tokens: set[str] = set()  # the tokens of this process's starts that may still commit
 _tenures: weakref.WeakValueDictionary[str, Tenure] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
@@ -208,13 +214,16 @@ def _about_this_process() -> dict[str, object]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": wall_time()}
 
 
-def has_ended_here(about: dict[str, object]) -> bool:
-    """True if the process of a start, whose lock is free, ran on this machine and has ended, or is this process.
+def has_ended_here(start: Start, about: dict[str, object]) -> bool:
+    """True if the process of a start, whose lock is free, ran on this machine and has ended, or is this process, and
+    no save of that start may still commit.
 
     A free lock alone is no proof: on some file systems, locks are visible only to processes of one machine.
     """
     pid = about.get("pid")
-    return about.get("host") == socket.gethostname() and isinstance(pid, int) and (pid == os.getpid() or not lives(pid))
+    if about.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return False
+    return start.token not in _tokens if pid == os.getpid() else not lives(pid)
 
 
 def lives(pid: int) -> bool:

@@ -445,6 +445,54 @@ def test_a_step_that_is_replaced_below_newer_ones_hides_none_of_them(tmp_path):
     assert_line(tmp_path, [1, 2, 3, 4])
 
 
+def test_a_commit_of_a_closed_checkpointer_that_comes_late_does_not_count(tmp_path, monkeypatch):
+    """A save that Ctrl-C gave up hangs in its last request, while the same process goes on with a new checkpointer."""
+    monkeypatch.setattr("async_ckpt.core.host.waits.ABANDON_SECONDS", 0.0)
+    old = open_run(tmp_path)
+    save(old, 1)
+    with scripted(old) as disk:
+        stop = disk.stop("put_new", "step_00000007/manifest.json", times=1)
+        handle = old.save(state_at(7), step=7)
+        stop.wait_reached()
+        with monkeypatch.context() as patch:
+            patch.setattr("async_ckpt.core.saving.saver.wait_for_saves", interrupting)
+            with pytest.raises(KeyboardInterrupt):
+                old.close()
+        with open_run(tmp_path) as new:
+            save(new, 2, 3)
+        stop.release()
+        with pytest.raises(RunTakenError):
+            handle.result()
+    assert_line(tmp_path, [1, 2, 3])
+
+
+def interrupting(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_start_stays_while_a_commit_of_it_that_does_not_count_cannot_be_read(tmp_path):
+    with of_another_process(tmp_path) as old, scripted(old) as disk:
+        save(old, 1)
+        stop = disk.stop("put_new", "step_00000007/manifest.json", times=1)
+        handle = old.save(state_at(7), step=7)
+        stop.wait_reached()
+        with of_another_process(tmp_path) as new:
+            save(new, 2)
+        stop.release()
+        with pytest.raises(RunTakenError):
+            handle.result()
+    with of_another_process(tmp_path) as third, scripted(third) as disk:
+        stop = disk.stop("put_new", "step_00000003/manifest.json", times=1)
+        handle = third.save(state_at(3), step=3)
+        stop.wait_reached()
+        fault = disk.fail("read", "step_00000007/manifest.json", error=GONE, times=None)
+        stop.release()
+        handle.result()
+        third.wait()
+        fault.end()
+    assert_line(tmp_path, [1, 2, 3])
+
+
 def test_of_starts_that_have_ended_the_newest_is_kept(tmp_path):
     for step in range(1, 40):
         with of_another_process(tmp_path) as ckpt:
