@@ -400,7 +400,8 @@ class AsyncCheckpointer(RunReader):
         self._saver.wait(timeout)
 
     def catch_up(self) -> dict[str, list[int]]:
-        """Copy to each place all steps that it lacks, on this thread. Returns the copied steps by place.
+        """Copy to each place all steps that it lacks, and that its `every` and `keep` select, on this thread. Returns
+        the copied steps by place.
 
             ckpt.catch_up()  # {"runs/a": [], "s3://bucket/run": [100, 200]}
 

@@ -27,6 +27,7 @@ from .naming import STEP_FORMAT, folder_pattern
 from .receipts import look_all
 from .retention import Commits
 from .starts import Line, Seen, Start, StartsByName, about_start, later_than, split_starts
+from .tiers_file import NAME as TIERS
 
 # A writer with keep=1 deletes each step at its next save, so a slow reader may come too late many times in a row.
 TRIES: Final = 100
@@ -70,7 +71,7 @@ class Root:
         # Replaced as a whole, by any thread:
         self.starts: list[Start] = []  # from the last listing
         self.marks: list[Mark] = []  # from the last listing
-        self.has_mover_file = False  # the last listing had a `moving.json`
+        self.has_mover_file = self.has_tiers_file = False  # the last listing had a `moving.json`, a `tiers.json`
         # Attempts, by step, that do not count because of commits at other roots:
         self.outside: dict[int, str] = {}
         # Attempts, by step, that did not count at the last `view`:
@@ -107,7 +108,7 @@ class Root:
         """
         names, self.marks = split_marks(self.storage.names("") if names is None else names)
         names, starts = split_starts(names)
-        self.starts, self.has_mover_file = starts, MOVING in names
+        self.starts, self.has_mover_file, self.has_tiers_file = starts, MOVING in names, TIERS in names
         intents: list[tuple[int, str]] = []
         try:
             steps = list(map(self._parsed.__getitem__, names))

@@ -65,6 +65,8 @@ class Roots:
     def __init__(self, runs: Sequence[Run], tiers_file: TiersFile | None = None) -> None:
         """`tiers_file` is given for a run with several roots."""
         self.runs, self._tiers_file = tuple(runs), tiers_file
+        self.listed: Collection[int] = ()  # the steps of all roots, as last asked for
+        self._told: set[Run] = set()  # the roots at which this object has written the places
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -238,14 +240,15 @@ class Roots:
         return self._merged(dict(self._ask(Run.view)))[0]
 
     def missing(self, run: Run) -> list[tuple[int, list[Run]]]:
-        """The steps that `run` lacks, or holds in an overwritten version, and that its retention would keep.
+        """The steps that `run` takes but lacks, or holds in an overwritten version, and that its retention would keep.
 
         Newest first, each with the runs that hold it, up to the room that `Keep(free=)` leaves. Raises
         StorageUnavailableError if the root of `run` is away.
         """
         commits, current = self._merged(dict(self._ask(Run.view, but_not_without=run)))
         doomed = set(run.steps_to_delete(commits))
-        missing = [step for step in sorted(current, reverse=True) if step not in doomed and run not in current[step]]
+        lacking = (step for step in sorted(current, reverse=True) if step not in doomed and run not in current[step])
+        missing = [*filter(run.takes, lacking)]
         sizes = [manifest.num_bytes if (manifest := commits[step]) is not None else 0 for step in missing]
         fitting = takewhile(lambda one: not run.lack_bytes(one[1]), zip(missing, accumulate(sizes), strict=True))
         return [(step, current[step]) for step, _ in fitting]
@@ -298,9 +301,11 @@ class Roots:
         return run.take(step, others)
 
     def write_places(self, run: Run) -> None:
-        """Write the places of the run into `tiers.json` at one of them."""
-        if self._tiers_file is not None and not any(isinstance(one.storage, AllNodes) for one in self.runs):
+        """Write the places of the run into `tiers.json` at one of them, unless this object has, and it is there."""
+        is_told = run in self._told and run.root.has_tiers_file
+        if not (self._tiers_file is None or is_told or any(isinstance(one.storage, AllNodes) for one in self.runs)):
             self._tiers_file.write(run.storage, self.runs.index(run))
+            self._told.add(run)
 
     @property
     def are_taken(self) -> bool:
@@ -346,7 +351,9 @@ class Roots:
             for run in steps_of:
                 with suppress(StorageUnavailableError):
                     run.learn()  # to decide which commits count, each manifest is read once, and many at a time
-        return self._without_retired(steps_of)
+        holders = self._without_retired(steps_of)
+        self.listed = holders.keys()
+        return holders
 
     def _without_retired(self, steps_of: Mapping[Run, Iterable[int]]) -> dict[int, list[Run]]:
         """The runs that hold each step, leaving out steps that a rollback has retired at another root."""
@@ -440,8 +447,8 @@ def open_roots(
 ) -> Roots:
     """The runs at one root or several. Makes no request. `max_bandwidth` is only recorded for other processes.
 
-    Raises ValueError for no root, for equal roots, for a root inside another root, and for compression at the first
-    root; ImportError for missing packages, NotADirectoryError for a file, and the errors of `Place.storage`.
+    Raises ValueError for no root, for equal roots, for a root inside another root, and for options of further roots at
+    the first one; ImportError for missing packages, NotADirectoryError for a file, and the errors of `Place.storage`.
     """
     is_one = isinstance(root, str | os.PathLike | Place) or not isinstance(root, Sequence)
     places = [place_of(root)] if is_one else [place_of(each) for each in root]  # type: ignore[arg-type, union-attr]
@@ -451,17 +458,23 @@ def open_roots(
     for storage in storages:
         if isinstance(storage, LocalStorage) and storage.root.exists() and not storage.root.is_dir():
             raise NotAFolderError(f"{storage.root} is a file; a run needs a folder")
-    if places[0].compression is not None:
-        raise ValueError(
-            f"{places[0]!r}: compression= is for a further place, to which steps are copied; give a place before it"
-        )
+    for name in ("every", "compression"):
+        if getattr(places[0], name) is not None:
+            raise ValueError(
+                f"{places[0]!r}: {name}= is for a further place, to which steps are copied; give a place before it, or "
+                "leave it out"
+            )
     if any(place.compression for place in places):
         from ..storage.compressed import refuse_if_missing  # lazy: most runs do not compress
 
         refuse_if_missing(with_planes=True)
     names = [os.path.realpath(one.root) if isinstance(one, LocalStorage) else one.locate("") for one in storages]
     if len(set(names)) < len(names):
-        raise ValueError(f"two roots are the same: {', '.join(one.locate('') for one in storages)}")
+        twice = next(one.locate("") for one, name in zip(storages, names, strict=True) if names.count(name) > 1)
+        raise ValueError(
+            f"two roots are the same: {twice}. A place is known by its path or URL, whatever its options=, engine= and "
+            "fs= are; with two stores, give the bucket or folder another name at one of them"
+        )
     folders = sorted(f"{name.rstrip('/')}/" for name in names)
     for outer in folders:
         inner = next((name for name in folders if name != outer and name.startswith(outer)), None)

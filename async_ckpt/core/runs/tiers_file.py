@@ -35,7 +35,7 @@ class TiersFile(NamedTuple):
         """Write the file at place number `at`, whose storage is `storage`."""
         rows = [
             {
-                "url": str(local_path(place.text)) if place.is_local else place.shown,
+                "url": _url_of(place),
                 "options": place.open_options,
                 "engine": place.engine,
                 "keep": asdict(keep_of(place.keep)),
@@ -48,6 +48,13 @@ class TiersFile(NamedTuple):
         limit, naming = self.max_bandwidth, asdict(self.naming)
         fields = {"version": VERSION, "at": at, "naming": naming, "max_bandwidth": limit, "places": rows}
         storage.replace(NAME, seal(fields))
+
+
+def _url_of(place: Place) -> str:
+    """The place for a process elsewhere: an absolute path, or a URL, also of a path on a filesystem of fsspec."""
+    if place.is_local:
+        return str(local_path(place.text))
+    return place.shown if place.fs is None else place.storage().locate("")
 
 
 def read(place: Place) -> TiersFile | None:

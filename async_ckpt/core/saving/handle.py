@@ -98,6 +98,7 @@ class SaveHandle(Future[SaveReport]):
         """
         if self.places is None or self.step is None:
             raise ValueError(f"{self.path}: this save has only one place; handle.result() waits for it")
+        self._refuse_in_child()
         return self.places.at(place, self.step, self.committed)
 
     @property
@@ -198,6 +199,9 @@ class SaveHandle(Future[SaveReport]):
             return
         if is_library_thread():
             raise UsageError("a thread of async_ckpt must not wait for a save: it would wait for itself")
+        self._refuse_in_child()
+
+    def _refuse_in_child(self) -> None:
         if os.getpid() != self._pid:
             raise ClosedError("this save runs in the parent process; wait for it there")
 

@@ -162,7 +162,8 @@ class StepAdmission:
         self.overwrite = call.overwrite or call.step in lineage.damaged
         self._lineage, self._run, self._call, self._agreement = lineage, run, call, agreement
         # Needed until this process has taken the place; after that, the commits at the place show it.
-        self._elsewhere = () if run.has_start else tuple(lineage.roots.known_elsewhere(run).commits)
+        elsewhere = lineage.roots.known_elsewhere(run).commits
+        self._elsewhere = () if run.has_start else (*elsewhere, *lineage.roots.listed)
         self._is_done = False  # a check has passed
         if agreement.decides:
             run.check_start()
@@ -308,9 +309,12 @@ class StepTarget(JointTarget):
 
     def _take(self) -> bool:
         """Take the place for this process, at its first save there. Returns True if it was taken just now."""
-        is_new = self._lineage.roots.take(self.run, self._call.step)
-        if is_new:
-            self._lineage.roots.write_places(self.run)
+        roots = self._lineage.roots
+        is_new = roots.take(self.run, self._call.step)
+        roots.write_places(self.run)
+        if is_new and self._lineage.retire and max(roots.listed, default=-1) > self._call.step:
+            with suppress(StorageUnavailableError):
+                roots.view()  # so that the commit names the newer steps of other places
         return is_new
 
     def commit(self, archive: Archive, times: SaveTimes) -> None:

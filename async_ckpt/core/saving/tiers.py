@@ -200,7 +200,7 @@ class Tiers:
         names = [run.storage.locate("") for run in self.runs]
         if wanted not in names:
             given = ", ".join(names)
-            raise ValueError(f"{place_of(place).shown} is not a place of this run, whose places are {given}")
+            raise ValueError(f"{wanted} is not a place of this run, whose places are {given}")
         number, arrived = names.index(wanted), running_future()
 
         def follow(ended: Future[int]) -> None:
@@ -267,8 +267,9 @@ class Tiers:
         behind = self.movers[self.runs.index(run) :]
         free = run.storage.free_bytes() if behind else None
         if free is None or free > 2 * self._num_bytes:
-            kept = ((mover, mover.run.kept_for_good(run.root.known)) for mover in behind)
-            held.update(step for mover, steps in kept for step in steps if not mover.arrivals.has(step))
+            for there in (mover.run for mover in behind):
+                lasting = there.kept_for_good(run.root.known)
+                held.update(step for step in lasting if there.takes(step) and step not in there.root.known)
         return held
 
     def awaited(self) -> str:

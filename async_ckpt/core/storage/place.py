@@ -93,7 +93,7 @@ class Place:
         keep: the retention at this place of an AsyncCheckpointer; by default, the `keep` of the AsyncCheckpointer.
         every: at a further place of an AsyncCheckpointer, copy only the steps that are multiples of this, and the last.
         volatile: whether a reboot loses the data, as in a RAM disk. A save to a volatile place is done only once the
-            step is at the next place that is not volatile. By default, tmpfs and ramfs are volatile.
+            step is at the next place that is not volatile, if there is one. By default, tmpfs and ramfs are volatile.
         compression: at a further place of an AsyncCheckpointer, "zstd" compresses steps block by block while they are
             copied there. All functions that read checkpoints can read them. Needs zstandard and numpy.
 

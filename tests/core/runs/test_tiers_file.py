@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from scripted_disk import scripted
 from states import open_run, save, save_into, state_at
 
-from async_ckpt import CorruptCheckpointError, Keep, Naming, Place
+from async_ckpt import CorruptCheckpointError, Keep, Naming, Place, StorageUnavailableError
 from async_ckpt.core.runs import tiers_file
 from async_ckpt.core.runs.manifest import seal
 from async_ckpt.errors import FormatVersionError
@@ -53,6 +55,13 @@ def test_no_secret_is_written(tmp_path):
     assert told.places[2].text == "sftp://host/run"
 
 
+def test_a_path_on_a_filesystem_is_told_as_its_url_and_not_as_a_folder_of_this_machine(tmp_path):
+    places = (Place(tmp_path), Place("/data/run", fs=MemoryFileSystem()))
+    tiers_file.TiersFile(places, Naming()).write(places[0].storage(), at=0)
+    told = tiers_file.read(Place(tmp_path))
+    assert told.places[1].text == "memory:///data/run"
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -84,3 +93,19 @@ def test_the_file_stands_in_no_ones_way(roots):
     with open_run(roots[0]) as alone:
         assert alone.steps() == [4]
     assert json.loads((roots[0] / "tiers.json").read_text())["at"] == 0
+
+
+def test_the_file_is_written_again_when_it_is_lost_or_could_not_be_written(roots):
+    with open_run(roots) as ckpt:
+        disk = scripted(ckpt)
+        disk.fail("replace", "tiers.json", error=StorageUnavailableError("the disk is away", path="near"))
+        assert isinstance(ckpt.save(state_at(1), 1).exception(), StorageUnavailableError)
+        save(ckpt, 2)
+        assert len(tiers_file.read(Place(roots[0])).places) == 2
+        with open_run([*roots, roots[0].with_name("third")]) as other:  # of the same start
+            save(other, 3)
+        assert len(tiers_file.read(Place(roots[0])).places) == 3
+        (roots[0] / "tiers.json").unlink()
+        save(ckpt, 4)
+        save(ckpt, 5)
+        assert len(tiers_file.read(Place(roots[0])).places) == 2

@@ -614,12 +614,12 @@ def test_a_forked_child_cannot_wait_for_the_parents_save_nor_harm_it(tmp_path, n
     body = """
     import warnings
     warnings.simplefilter("ignore", DeprecationWarning)
-    ckpt = open_run(root)
+    ckpt = open_run([root, f"{root} far"])
     go = hold_writes()
     handle = ckpt.save(state_at(1, 5), step=1)
     child = os.fork()
     if child == 0:
-        for wait in (handle.result, handle.exception):
+        for wait in (handle.result, handle.exception, lambda: handle.at(f"{root} far")):
             try:
                 wait()
             except async_ckpt.ClosedError:

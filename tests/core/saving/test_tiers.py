@@ -253,6 +253,7 @@ def test_a_step_that_does_not_fit_the_cadence_of_a_place_is_not_copied_there(roo
         ckpt.save(state_at(3), step=3).result()
         assert ckpt.save(state_at(4), step=4).at(roots[1]).result(PATIENCE) == 4
         ckpt.save(state_at(5), step=5).result()
+        assert ckpt.catch_up()[str(roots[1])] == []
     assert_holds(roots[1], 2, 4, 5)  # the last one, whatever the cadence
 
 
@@ -271,6 +272,28 @@ def test_steps_that_a_further_place_keeps_for_good_are_held_and_not_passed_over(
         assert handle.at(roots[1]).result(PATIENCE) == 12
     assert_holds(roots[1], 10, 12)
     assert open_run(roots[0]).steps()[-1] == 12
+
+
+def test_steps_for_good_that_the_end_passes_over_stay_at_the_nearer_place_until_they_are_caught_up(roots):
+    places = [roots[0], Place(roots[1], keep=Keep(last=1, every=10))]
+    ckpt = open_run(places, keep=1)
+    with scripted(ckpt, 1) as far:
+        far.stop("create", "rank_00000")
+        for step in (9, 10, 20, 21):
+            ckpt.save(state_at(step), step=step).result()
+        closing = Call(ckpt.close)
+        until(lambda: ckpt._lineage.tiers.movers[0].worker.is_ending)
+        far.release_all()
+        closing.outcome()
+    assert_holds(roots[1], 21)
+    with open_run(places, keep=1) as again:
+        assert again.restore(state_at(0)) == 21
+        save(again, 22)
+        assert again.steps() == [10, 20, 22]
+        assert again.catch_up() == {str(roots[0]): [], str(roots[1]): [20, 10]}
+        save(again, 23)
+    assert_holds(roots[0], 23)
+    assert_holds(roots[1], 10, 20, 23)
 
 
 # --- a place that takes no saves ------------------------------------------------------------------------------
@@ -916,6 +939,24 @@ def test_a_step_that_only_the_far_place_has_is_refused(roots):
         assert ckpt.restore(state_at(0)) == 3
         save(ckpt, 4)
     assert_holds(roots[1], 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("look", [AsyncCheckpointer.steps, AsyncCheckpointer.latest, AsyncCheckpointer.load])
+def test_a_step_below_those_that_the_run_has_listed_at_the_far_place_is_refused(roots, look):
+    save_into(roots[1], 1, 3)
+    with open_run(roots) as ckpt:
+        look(ckpt)
+        with pytest.raises(StepExistsError):
+            ckpt.save(state_at(3), step=3)
+        with pytest.raises(StepBehindError, match="below the committed step 3"):
+            ckpt.save(state_at(2), step=2)
+        save(ckpt, 4)
+    with open_run(roots, on_rollback="retire") as ckpt:
+        look(ckpt)
+        shutil.rmtree(roots[0])
+        save(ckpt, 2)
+        assert ckpt.steps() == [1, 2]
+    assert_holds(roots[1], 1, 2)
 
 
 def test_the_call_of_save_asks_no_further_place(roots, monkeypatch):
