@@ -94,7 +94,7 @@ def _place(raw: object) -> Place:
     if keep["best"] is not None:
         keep["best"] = tuple(keep["best"])
     return Place(
-        text(fields["url"]),
+        fields["url"],
         options=fields["options"],
         engine=fields["engine"],
         keep=Keep(**keep),

@@ -167,6 +167,7 @@ def text_of(path: StrPath) -> str:
     text = os.fspath(path) if as_uri is None else as_uri()
     if not isinstance(text, str):
         raise TypeError("a path must be str, not bytes")
+    text = str.__str__(text)  # `str` of an enum with string values is its name
     if not text:
         raise ValueError("the path is empty")
     if "\0" in text:

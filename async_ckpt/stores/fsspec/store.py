@@ -57,7 +57,8 @@ class FsspecStorage(Storage):
                 raise ValueError("fs= must be made with asynchronous=False: it is called from threads")
             kind, make, scheme = type(fs), maker_of(fs), protocol_of(fs)
         root = (kind if fs is None else fs)._strip_protocol(url).rstrip("/")
-        self._url = urls.shown(url if urls.scheme_of(url) else f"{scheme}://{root}")
+        shown, slashes, path = urls.shown(url if urls.scheme_of(url) else f"{scheme}://{root}").partition("://")
+        self._url = f"{shown}{slashes}{path.rstrip('/')}"
         self._secrets = secrets_in(url, options, getattr(fs, "storage_options", {}))
         bucket = root.lstrip("/").partition("/")[0]
         identity = identity_of(kind, bucket, kind._get_kwargs_from_urls(url), options)

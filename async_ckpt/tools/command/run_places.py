@@ -114,7 +114,8 @@ class RunPlaces:
             except CheckpointError as error:
                 status = replace(status, trouble=f"it cannot be read: {error}")
             nearer = {step for one in found for step in one.steps}
-            arrived = {one["step"] for one in events if one["kind"] == "moved" and one["place"] == place.shown}
+            where = run.storage.locate("").rstrip("/")
+            arrived = {one["step"] for one in events if one["kind"] == "moved" and one["place"] == where}
             found.append(replace(status, passed_over=_passed_over(nearer, status.steps, arrived, place.every or 1)))
         return found
 

@@ -1,6 +1,7 @@
 """`tiers.json`: what it tells of the places of a run, and what it keeps to itself."""
 
 import json
+import os
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -40,6 +41,12 @@ def test_a_place_that_is_now_elsewhere_is_the_one_that_was_read(roots):
     told = tiers_file.read(Place(moved))
     assert told is not None
     assert [one.text for one in told.places] == [str(moved), str(roots[1])]
+
+
+def test_a_place_whose_name_is_not_text_is_told_too(tmp_path):
+    roots = [tmp_path / os.fsdecode(b"near \xff"), tmp_path / os.fsdecode(b"far \xff")]
+    save_into(roots, 1)
+    assert [one.text for one in tiers_file.read(Place(roots[0])).places] == list(map(str, roots))
 
 
 def test_no_secret_is_written(tmp_path):

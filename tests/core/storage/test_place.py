@@ -197,6 +197,7 @@ def test_a_folder_elsewhere_is_neither_packed_nor_extracted_to(far, tmp_path, mo
         (lambda: AsyncCheckpointer([Place("runs/a", every=10), "runs/b"]), ValueError, "every= is for a further place"),
         (lambda: AsyncCheckpointer(Place("runs/a", every=10)), ValueError, "every= is for a further place"),
         (lambda: AsyncCheckpointer(["r/a", "r/b/../a"]), ValueError, "two roots are the same"),
+        (lambda: AsyncCheckpointer(["memory://r/a", "memory://r/a/"]), ValueError, "two roots are the same"),
         (lambda: AsyncCheckpointer("a\0b"), ValueError, "has a null character"),
         (lambda: AsyncCheckpointer(["r/a/b", "r/a"]), ValueError, "r/a/b/ lies inside the root .*r/a/; put them side by side"),
         (lambda: AsyncCheckpointer(["memory://x/b", "memory://x/bc", "memory://x"]), ValueError, "x/b/ lies inside"),

@@ -1,5 +1,6 @@
 """Which storage a path or URL belongs to, and how it is shown."""
 
+import enum
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,13 @@ def test_what_stands_for_an_object_in_a_store_is_its_url_and_not_its_copy_in_a_c
 
     assert parent_and_name(CloudPath()) == ("s3://bucket/run", "x.tar")
     assert parent_and_name(Path("run/x y.tar")) == (str(Path("run").absolute()), "x y.tar")
+
+
+def test_a_member_of_an_enum_with_string_values_is_the_path_that_its_value_is():
+    class Folder(str, enum.Enum):  # noqa: UP042 - as written before Python 3.11
+        RUN = "runs/a"
+
+    assert Place(Folder.RUN).storage().root == Path("runs/a").absolute()
 
 
 @pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/", "s3://bucket/p/", "memory://"])

@@ -52,6 +52,15 @@ def test_a_step_that_a_further_place_was_not_given_is_passed_over(roots):
     assert not any("passed over" in mark for step in (1, 4, 7) for mark in marks[step])
 
 
+def test_a_step_that_a_store_was_not_given_is_passed_over_however_its_url_ends(tmp_path):
+    places = [tmp_path, f"memory://{tmp_path.name}/run/"]
+    for step in (1, 3):
+        save_into(places, step)
+        save_into(tmp_path, step + 1)
+    marks = {row["step"]: row["marks"] for row in documented("ls", tmp_path)["steps"]}
+    assert "passed over by 2" in marks[2]
+
+
 def test_a_place_with_steps_of_another_line_is_named_as_a_conflict(roots, tmp_path):
     save(roots, 1)
     save_into(tmp_path / "other", 9)
