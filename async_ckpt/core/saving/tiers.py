@@ -300,12 +300,12 @@ class Tiers:
                     get_loop().begin(mover.ask())
             for arrived in self._awaited():  # rank 0 resolves these arrivals
                 while not wait_for(arrived, LIVENESS_SECONDS) and (timeout is None or monotonic() < begun + timeout):
-                    wait.goes_on(lambda: f"copies from this node: {self._behind_in_words()}")
+                    wait.goes_on(lambda: f"copies from this node: {self.awaited()}")
             while going_on := [mover for mover in self.movers if mover.is_going_on(must_answer=self.is_safe)]:
                 if timeout is not None and monotonic() > begun + timeout:
                     break
                 wait_for(going_on[0].worker.ended, LIVENESS_SECONDS)
-                wait.goes_on(lambda: f"a copy: {self._behind_in_words()}")
+                wait.goes_on(lambda: f"a copy: {self.awaited()}")
         except KeyboardInterrupt:
             for left in self._left():
                 log(f"async_ckpt: {left}")
@@ -322,9 +322,6 @@ class Tiers:
         move = "" if self._is_read_by_others else f"`async-ckpt move {self._near.storage.locate('')} --once` or "
         then = f"; {move}the next start of the training copies it"
         return [words if isinstance(error, ConflictError) else words + then for error, words in left]
-
-    def _behind_in_words(self) -> str:
-        return "; ".join(self.behind()) or "all steps have arrived, and the places are brought up to date"
 
     @property
     def _is_read_by_others(self) -> bool:

@@ -8,7 +8,7 @@ A place that does not respond gets a status with its error. Nothing is changed o
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from ... import Keep, Naming, Place
@@ -42,13 +42,7 @@ class PlaceStatus:
         return f"{self.place}, {_WORDS[self.outlives]}" + (f": {self.trouble}" if self.trouble else "")
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "place": self.place,
-            "outlives": self.outlives,
-            "steps": [*self.steps],
-            "passed_over": [*self.passed_over],
-            "trouble": self.trouble,
-        }
+        return asdict(self) | {"steps": [*self.steps], "passed_over": [*self.passed_over]}
 
 
 def durable_steps(statuses: Sequence[PlaceStatus]) -> dict[str, int | None]:

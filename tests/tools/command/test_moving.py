@@ -388,6 +388,18 @@ def test_the_runs_in_a_folder_are_moved_together(tmp_path):
         assert_has(tmp_path / "far" / name, 2)
 
 
+def test_a_run_whose_places_cannot_be_read_keeps_no_other_from_being_moved(tmp_path):
+    for name in ("a", "b"):
+        begun([tmp_path / "runs" / name, tmp_path / "far" / name])
+        ahead(tmp_path / "runs" / name, 2)
+    (tmp_path / "runs/a/tiers.json").write_bytes(b"{}")
+    ended = run_command("move", tmp_path / "runs", "--once")
+    assert ended.returncode == 75
+    assert "a/tiers.json cannot be read" in ended.stderr
+    assert_has(tmp_path / "far/b", 2)
+    assert_has(tmp_path / "far/a", 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [

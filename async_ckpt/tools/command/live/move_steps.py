@@ -16,6 +16,7 @@ from typing import Final, TypeAlias
 import typer
 
 from .... import Place
+from ....errors import CheckpointError, CorruptCheckpointError, FormatVersionError
 from ....plumbing import copy_step, run_movers, runs
 from ..output import USAGE, Answer, counted, escaped, print_json, print_note
 from ..place_arguments import place_below, place_like
@@ -44,7 +45,7 @@ def show(
 
     Raises KeyboardInterrupt after Ctrl-C, and typer.Exit if steps are left.
     """
-    runs_to_move = _tiers_files(targets_of(places, ("run",)), to or ())
+    runs_to_move, unread = _tiers_files(targets_of(places, ("run",)), to or ())
     if adopt and retire:
         raise Answer("--adopt and --retire exclude each other; pass one of them", USAGE)
     if adopt or retire:
@@ -70,15 +71,22 @@ def show(
         raise KeyboardInterrupt
     for words in left:
         print(f"async-ckpt: {escaped(words)}", file=sys.stderr)
-    if left:
+    if left or unread:
         raise typer.Exit(_LEFT)
 
 
-def _tiers_files(targets: Sequence[tuple[Place, str]], to: Sequence[str]) -> list[tuple[_ReadPlaces, runs.TiersFile]]:
-    """The places of each run, and a function that reads them again."""
+def _tiers_files(
+    targets: Sequence[tuple[Place, str]], to: Sequence[str]
+) -> tuple[list[tuple[_ReadPlaces, runs.TiersFile]], list[CheckpointError]]:
+    """The places of each run, and a function that reads them again; and the errors of runs that are skipped."""
     found: list[tuple[_ReadPlaces, runs.TiersFile]] = []
+    unread: list[CheckpointError] = []
     for place, name in targets:
-        tiers_file = runs.tiers_file.read(place)
+        try:
+            tiers_file = runs.tiers_file.read(place)
+        except (CorruptCheckpointError, FormatVersionError) as error:
+            unread.append(error)
+            continue
         if to:
             further = [place_like(place, one) for one in to]
             further = [place_below(one, name) if name else one for one in further]
@@ -91,13 +99,17 @@ def _tiers_files(targets: Sequence[tuple[Place, str]], to: Sequence[str]) -> lis
             print_note(f"{place.shown} has no {runs.tiers_file.NAME}, and is skipped")
         else:
             runs_at(place)  # raises an error that names the kind of the place
+    if unread and not found:
+        raise unread[0]
+    for refusal in unread:
+        print_note(f"{refusal}; the other runs are moved")
     if not found:
         raise Answer(
             f"{targets[0][0].shown} has no {runs.tiers_file.NAME}, which the first save of a training with several "
             "places writes; name the further places with --to",
             USAGE,
         )
-    return found
+    return found, unread
 
 
 def _resolve(tiers_files: Sequence[runs.TiersFile], *, adopts: bool, yes: bool, unattended: bool) -> None:
