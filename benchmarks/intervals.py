@@ -22,7 +22,7 @@ from random import Random
 from typing import Any, Final
 
 from async_ckpt import Due
-from async_ckpt.core.saving.interval import NUM_SAVES, AdaptiveInterval, Failures, Past, SaveCost
+from async_ckpt.core.saving.interval import NUM_SAVES, AdaptiveInterval, Past, SaveCost
 from async_ckpt.core.saving.policy import interval_of
 
 from .setting import Setting
@@ -71,7 +71,7 @@ def training(seed: int, shape: float) -> Training:
 
 def lost_by_rule(one: Training, due: Due) -> float:
     """The share of its time that a training loses to saves and failures with the library's own interval."""
-    dice, total, kept, past = Random(-one.seed), 0.0, 0.0, Past(Failures(), ())
+    dice, total, kept, past = Random(-one.seed), 0.0, 0.0, Past()
     for number, gap in enumerate(one.gaps()):
         adaptive = interval_of(due)
         assert adaptive is not None
@@ -80,7 +80,7 @@ def lost_by_rule(one: Training, due: Due) -> float:
         total += ran
         if kept >= one.work:
             return total / one.work - 1
-        past = Past(Failures(number + 1, total), [*past.costs, *costs][-NUM_SAVES:])
+        past = Past(number + 1, total, [*past.costs, *costs][-NUM_SAVES:])
     raise AssertionError("failures never end")
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from ..events.goodput import goodput_of
@@ -50,24 +49,6 @@ class SaveCost(NamedTuple):
     durable_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Failures:
-    """The number of failures of a run so far, and the seconds for which its processes have run."""
-
-    count: int = 0
-    seconds: float = 0.0
-
-    def mtbf_seconds(self, more_seconds: float) -> float:
-        """The mean time between failures, if the run has continued for `more_seconds` since without one.
-
-        Below three failures, one more failure within a day is assumed.
-        """
-        seconds = self.seconds + more_seconds
-        if self.count >= _ENOUGH_FAILURES:
-            return seconds / self.count
-        return (PRIOR_MTBF_SECONDS + seconds) / (1 + self.count)
-
-
 def median(values: Iterable[float]) -> float:
     """Like `statistics.median`, but importing that module takes as long as importing six modules of this library."""
     ordered = sorted(values)
@@ -75,10 +56,11 @@ def median(values: Iterable[float]) -> float:
 
 
 class Past(NamedTuple):
-    """The failures of a run so far, and the costs of its last saves, from its history."""
+    """A run so far: its failures, the seconds for which its processes have run, and the costs of its last saves."""
 
-    failures: Failures
-    costs: Sequence[SaveCost]
+    num_failures: int = 0
+    seconds: float = 0.0
+    costs: Sequence[SaveCost] = ()
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Past:
@@ -89,7 +71,17 @@ class Past(NamedTuple):
             one for one in events if one["kind"] == "save" and None not in (one["stall_seconds"], one["total_seconds"])
         ]
         costs = [SaveCost(one["stall_seconds"], one["slower_seconds"] or 0.0, one["total_seconds"]) for one in saves]
-        return cls(Failures(spent.num_failed, spent.total_seconds), costs[-NUM_SAVES:])
+        return cls(spent.num_failed, spent.total_seconds, costs[-NUM_SAVES:])
+
+    def mtbf_seconds(self, more_seconds: float) -> float:
+        """The mean time between failures, if the run has continued for `more_seconds` since without one.
+
+        Below three failures, one more failure within a day is assumed.
+        """
+        seconds = self.seconds + more_seconds
+        if self.num_failures >= _ENOUGH_FAILURES:
+            return seconds / self.num_failures
+        return (PRIOR_MTBF_SECONDS + seconds) / (1 + self.num_failures)
 
 
 class SaveInterval(NamedTuple):
@@ -135,7 +127,7 @@ class AdaptiveInterval:
     ) -> None:
         self._overhead, self._mtbf = overhead, mtbf
         self._at_least, self._at_most = at_least or 0.0, at_most or math.inf
-        self._failures = Failures()
+        self._past = Past()
         self._costs: deque[SaveCost] = deque(maxlen=NUM_SAVES)
         self._has_decided = False
 
@@ -144,7 +136,7 @@ class AdaptiveInterval:
 
     def resume(self, past: Past) -> None:
         """Continue from the history of the run. Costs that this process has measured count as later ones."""
-        self._failures = past.failures
+        self._past = past
         self._costs.extend([*past.costs, *self._costs])
 
     def after(self, seconds: float) -> SaveInterval:
@@ -153,9 +145,9 @@ class AdaptiveInterval:
         Raises ValueError at the first decision with a known cost, if that cost is at least the `mtbf` given by the
         user.
         """
-        mtbf = self._failures.mtbf_seconds(seconds) if self._mtbf == "measured" else self._mtbf
+        mtbf = self._past.mtbf_seconds(seconds) if self._mtbf == "measured" else self._mtbf
         if not self._costs:
-            return self._bounded(FIRST_SAVE_SECONDS, "first", None, None, mtbf)
+            return self._bounded(SaveInterval(FIRST_SAVE_SECONDS, "first", mtbf_seconds=mtbf))
         cost = median(save.stall_seconds + save.slower_seconds for save in self._costs)
         durable = max(save.durable_seconds for save in self._costs)
         if not self._has_decided and self._mtbf == mtbf and mtbf is not None and mtbf <= cost:
@@ -166,21 +158,18 @@ class AdaptiveInterval:
         self._has_decided = True
         by_share = 0.0 if self._overhead is None else cost / self._overhead
         by_failures = 0.0 if mtbf is None else daly_seconds(cost, mtbf)
-        if mtbf is None or by_share > by_failures:
-            return self._bounded(by_share, "overhead", cost, durable, mtbf)
-        return self._bounded(by_failures, "mtbf", cost, durable, mtbf)
+        rule: Rule = "overhead" if mtbf is None or by_share > by_failures else "mtbf"
+        return self._bounded(SaveInterval(max(by_share, by_failures), rule, cost, durable, mtbf))
 
-    def _bounded(
-        self, seconds: float, rule: Rule, cost: float | None, durable: float | None, mtbf: float | None
-    ) -> SaveInterval:
+    def _bounded(self, interval: SaveInterval) -> SaveInterval:
         """The interval within its bounds. No bound makes saves follow each other faster than they become durable."""
-        if seconds < self._at_least:
-            seconds, rule = self._at_least, "at_least"
-        if seconds > self._at_most:
-            seconds, rule = self._at_most, "at_most"
-        if durable is not None and seconds < durable:
-            seconds, rule = durable, "durable"
-        return SaveInterval(seconds, rule, cost, durable, mtbf)
+        if interval.seconds < self._at_least:
+            interval = interval._replace(seconds=self._at_least, rule="at_least")
+        if interval.seconds > self._at_most:
+            interval = interval._replace(seconds=self._at_most, rule="at_most")
+        if interval.durable_seconds is not None and interval.seconds < interval.durable_seconds:
+            interval = interval._replace(seconds=interval.durable_seconds, rule="durable")
+        return interval
 
 
 def daly_seconds(cost_seconds: float, mtbf_seconds: float) -> float:

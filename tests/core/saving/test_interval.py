@@ -13,7 +13,6 @@ from async_ckpt.core.report import SaveReport
 from async_ckpt.core.saving.interval import (
     FIRST_SAVE_SECONDS,
     AdaptiveInterval,
-    Failures,
     Past,
     SaveCost,
     daly_seconds,
@@ -194,16 +193,16 @@ def test_of_two_rules_the_longer_interval_counts():
 
 
 def test_a_measured_mtbf_is_a_day_at_first_and_three_failures_say_more():
-    assert Failures().mtbf_seconds(0.0) == DAY
-    assert Failures(1, 3600.0).mtbf_seconds(0.0) == (DAY + 3600) / 2
-    assert Failures(2, 3600.0).mtbf_seconds(600.0) == (DAY + 4200) / 3
-    assert Failures(3, 3600.0).mtbf_seconds(0.0) == 1200
-    assert Failures(3, 3600.0).mtbf_seconds(1800.0) == 1800
+    assert Past().mtbf_seconds(0.0) == DAY
+    assert Past(1, 3600.0).mtbf_seconds(0.0) == (DAY + 3600) / 2
+    assert Past(2, 3600.0).mtbf_seconds(600.0) == (DAY + 4200) / 3
+    assert Past(3, 3600.0).mtbf_seconds(0.0) == 1200
+    assert Past(3, 3600.0).mtbf_seconds(1800.0) == 1800
 
 
 def test_a_training_that_goes_on_without_a_failure_saves_less_often():
     adaptive = interval(mtbf="measured")
-    adaptive.resume(Past(Failures(4, 4 * 3600.0), [SaveCost(1.0, 0.0, 1.0)]))
+    adaptive.resume(Past(4, 4 * 3600.0, [SaveCost(1.0, 0.0, 1.0)]))
 
     assert adaptive.after(0).seconds < adaptive.after(10 * 3600.0).seconds
 
@@ -289,7 +288,7 @@ def test_a_process_that_resumes_knows_what_the_last_saves_have_cost(tmp_path):
 def test_what_a_process_measures_counts_as_later_than_the_history():
     adaptive = interval(overhead=0.1)
     adaptive.add(SaveCost(9.0, 0.0, 1.0))
-    adaptive.resume(Past(Failures(), [SaveCost(1.0, 0.0, 1.0)] * 5))
+    adaptive.resume(Past(costs=[SaveCost(1.0, 0.0, 1.0)] * 5))
     for _ in range(2):
         adaptive.add(SaveCost(9.0, 0.0, 1.0))
 
