@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import sys
-import threading
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -53,8 +53,7 @@ class SaveHandle(Future[SaveReport]):
         self._staging, self._progress = staging, progress
         self._submit = get_loop().callbacks.submit
         self._pid = os.getpid()
-        self._callbacks_lock = threading.Lock()
-        self._callbacks: list[Callable[[SaveHandle], Any]] = []  # under _callbacks_lock
+        self._callbacks: deque[Callable[[SaveHandle], Any]] = deque()  # each change is one atomic call of C
         self.places: Tiers | None = None  # set if the run has several places
         # resolves when one place has it, or the save has failed; `result` may wait for further places
         self.committed: Future[SaveReport] = running_future()
@@ -151,8 +150,7 @@ class SaveHandle(Future[SaveReport]):
         """
         if not callable(fn):
             raise TypeError(f"add_done_callback takes a function of the handle, got {fn!r:.100}")
-        with self._callbacks_lock:
-            self._callbacks.append(fn)
+        self._callbacks.append(fn)
         if self.done():
             self._run_callbacks_soon()
 
@@ -173,21 +171,17 @@ class SaveHandle(Future[SaveReport]):
         return self.result()
 
     def _run_callbacks_soon(self) -> None:
-        with self._callbacks_lock:
-            has_callbacks = bool(self._callbacks)
-        if has_callbacks:
+        if self._callbacks:
             self._submit(self._run_callbacks)
 
     def _run_callbacks(self) -> None:
-        while True:
-            with self._callbacks_lock:
-                if not self._callbacks:
-                    return
-                callback = self._callbacks.pop(0)
-            try:
-                callback(self)
-            except Exception:
-                _log.exception("a callback of %r raised; the save is not affected", self)
+        with suppress(IndexError):  # none is left
+            while True:
+                callback = self._callbacks.popleft()
+                try:
+                    callback(self)
+                except Exception:
+                    _log.exception("a callback of %r raised; the save is not affected", self)
 
     def _wait(self, where: str, timeout: float | None) -> None:
         self._refuse_to_wait_for_itself()
