@@ -13,7 +13,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from enum import IntEnum
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -58,16 +57,6 @@ async def write_and_commit(attempt: Attempt, turn: Future[None] | None, life: Li
         life.go(SaveState.COMMITTED)
 
 
-class ObjectState(IntEnum):
-    """The progress of the object at its place. Each state follows the one before."""
-
-    OPENING = 0  # there is no object yet
-    WRITING = 1  # there is a sink, which accepts segments
-    FINISHING = 2  # the object may be visible, and must be removed if it is not committed
-    DURABLE = 3  # the object is visible, and survives a crash
-    COMMITTED = 4  # the object is the checkpoint
-
-
 class Attempt:
     """One archive on its way to its place. The saver creates it, the save owns it, and the loop runs it.
 
@@ -80,7 +69,8 @@ class Attempt:
     def __init__(self, drain: Drain, target: Target, snapshot: Snapshot, spans: Spans, *, writers: Writers) -> None:
         self.drain, self.target, self.snapshot, self.spans = drain, target, snapshot, spans
         self._writers = writers
-        self.state = ObjectState.OPENING
+        self._may_be_visible = False  # the object must be removed if it is not committed
+        self._is_committed = False
         self._sink: Sink | None = None
         self._lane: Lane | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -144,7 +134,6 @@ class Attempt:
         self._lane = lanes[0]
         if follower is not None:
             self._following = asyncio.create_task(self._follow(follower, lanes[1]))
-        self.state = ObjectState.WRITING
         self._finishing = asyncio.create_task(self._finish(self._sink, self._lane))
         self._finishing.add_done_callback(ask_for_exception)
 
@@ -200,14 +189,13 @@ class Attempt:
             done, _ = await asyncio.wait([arrived, *failed], return_when=asyncio.FIRST_COMPLETED)
             for future in done:
                 future.result()
-            self.state = ObjectState.FINISHING
+            self._may_be_visible = True
             await off_loop(self.spans.traced("finish", sink.finish, path=self.target.path))
         except BaseException as error:
             for future in (checked, arrived, *failed):  # nobody waits for these futures any more
                 future.add_done_callback(ask_for_exception)
             self.drain.fail(error)
             raise
-        self.state = ObjectState.DURABLE
         self._write_seconds = self.spans.total()
 
     async def durable(self) -> None:
@@ -217,7 +205,7 @@ class Attempt:
         while not self._finishing.done():
             await asyncio.wait([self._finishing], timeout=1.0 if self.target.has_further_places else None)
             progress, now = self.drain.progress, self.spans.total()
-            if self.state is not ObjectState.WRITING or progress.written_bytes != written:
+            if self._may_be_visible or progress.written_bytes != written:
                 written, since = progress.written_bytes, now
             elif now > since + PROGRESS_SECONDS and self._is_writing:
                 raise StorageUnavailableError(
@@ -240,7 +228,7 @@ class Attempt:
         """Make the object the checkpoint; raise the error that prevents it."""
         commit = partial(self.target.commit, self._archive, self._times())
         await off_loop(self.spans.traced("commit", commit, path=self.target.path))
-        self.state = ObjectState.COMMITTED
+        self._is_committed = True
 
     async def _take_back(self, *, may_delete: bool) -> None:
         """End the sink once all calls have returned, and remove an object that is not committed."""
@@ -253,9 +241,9 @@ class Attempt:
             await asyncio.wait(tasks)
         if self._sink is None:
             return
-        if self.state is not ObjectState.COMMITTED:
+        if not self._is_committed:
             await off_loop(self._sink.abort)
-            if self.state in (ObjectState.FINISHING, ObjectState.DURABLE) and may_delete:
+            if self._may_be_visible and may_delete:
                 with suppress(CheckpointError, OSError):  # the next process sweeps what is left
                     await off_loop(self.target.discard)
         await off_loop(self._sink.close)

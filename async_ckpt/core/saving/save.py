@@ -6,8 +6,7 @@ other saves.
 The state of a save is its `life`; this module defines the states and their order. Three futures show it to others, in
 this order: `settled` resolves when the save is committed, or has failed and its temporary files are gone; the handle
 with the report or the error; `finished` when retention has been applied, too. A handle with a `promise` resolves last.
-The progress of the archive at its place is the state of an `Attempt`; a lane of the drain knows only whether it has
-ended.
+A lane of the drain knows only whether it has ended.
 
 The caller's thread creates a save, and may be interrupted by a signal between any two lines. From `Ledger.begin` on the
 save belongs to the loop's thread, which no signal interrupts, so its life needs no lock.
