@@ -32,14 +32,22 @@ if TYPE_CHECKING:
 class SaveRequest(ABC):
     """The state that a caller wants to save, and its target. A saver calls it on the caller's thread, top down."""
 
-    step: int | None = None
-    guard: Any = None
-    select: Select = None
-    joint: JointSave | None = None  # the save as all ranks see it, if there are several
     contents = StepContents(StepCall(-1))  # `begin` sets the contents of a step of a run
     copy: Snapshot | None = None  # a copy that is made first, and fills this save; set by `written`
-    state_dict_of: StateDictOf = staticmethod(state_dict_of)
-    _state: Any
+
+    def __init__(
+        self,
+        state: Any,
+        step: int | None = None,
+        *,
+        guard: Any = None,
+        select: Select = None,
+        state_dict_of: StateDictOf = state_dict_of,
+        joint: JointSave | None = None,
+    ) -> None:
+        """`joint` is the save as all ranks see it, if there are several."""
+        self._state, self.step, self.joint = state, step, joint
+        self.guard, self.select, self.state_dict_of = guard, select, state_dict_of
 
     def skipped(self) -> str:
         """Note in the history that the save was skipped: others are under way. Returns the path for the report."""
@@ -86,17 +94,10 @@ def check_entries(state: Any, names: Collection[str], option: str) -> None:
 class FileRequest(SaveRequest):
     """A state to be saved as one object at a path."""
 
-    def __init__(
-        self,
-        state: Any,
-        target: Target,
-        *,
-        guard: Any = None,
-        select: Select = None,
-        state_dict_of: StateDictOf = state_dict_of,
-    ) -> None:
-        self._state, self._target, self.guard, self.select = state, target, guard, select
-        self.state_dict_of = state_dict_of
+    def __init__(self, state: Any, target: Target, **options: Any) -> None:
+        """The options are those of `SaveRequest`."""
+        super().__init__(state, **options)
+        self._target = target
 
     def begin(self) -> Target:
         return self._target
@@ -105,21 +106,13 @@ class FileRequest(SaveRequest):
 class FolderRequest(SaveRequest):
     """A state that is sharded over ranks, to be saved as a folder at a path. All ranks create it in the same order."""
 
-    def __init__(
-        self,
-        state: Any,
-        folder: OneOffFolder,
-        ranks: Ranks,
-        *,
-        guard: Any = None,
-        select: Select = None,
-        state_dict_of: StateDictOf = state_dict_of,
-    ) -> None:
-        joint = ranks.called(None, folder.path)
-        assert joint is not None, "one rank saves no folder"
-        self.joint: JointSave = joint
-        self._state, self._folder, self._ranks = state, folder, ranks
-        self.guard, self.select, self.state_dict_of = guard, select, state_dict_of
+    joint: JointSave
+
+    def __init__(self, state: Any, folder: OneOffFolder, ranks: Ranks, **options: Any) -> None:
+        """The options are those of `SaveRequest`."""
+        super().__init__(state, joint=ranks.called(None, folder.path), **options)
+        assert self.joint is not None, "one rank saves no folder"
+        self._folder, self._ranks = folder, ranks
 
     def begin(self) -> Target:
         return folder_target(self._folder, self.joint, self._ranks)
@@ -143,12 +136,9 @@ class StepRequest(SaveRequest):
         mean: WeightMean | None,
     ) -> None:
         """`is_own_guard`: the guard was passed to this call, not to the checkpointer. `select` excludes `mean`."""
-        self.step = step
-        self.guard, self.select = guard, select
-        self.joint: JointSave | None = ranks.called(step)
+        super().__init__(state, step, guard=guard, select=select, joint=ranks.called(step))
         self._call = StepCall(step, self.joint)
-        self._state, self._is_own_guard = state, is_own_guard
-        self._lineage, self._ranks = lineage, ranks
+        self._lineage, self._ranks, self._is_own_guard = lineage, ranks, is_own_guard
         self.mean = mean if select is None else None
         self._of_mean: Collection[Future[None]] = ()  # resolve when the copy of the weights, and the mean, are complete
         self._looks_for_unchanged = False
