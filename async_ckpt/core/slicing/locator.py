@@ -20,8 +20,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from .. import fields
 from ..spec import DTYPES
 from .boxes import Box, cover
-from .shares import Holding, ReplicatedBytes, SliceCache, by_everybody, replicated_bytes, sharers
-from .slices import Cut, Ints, Mesh, Replicas, Slices, check_mesh
+from .shares import Holding, ReplicatedBytes, by_everybody, replicated_bytes, sharers
+from .slices import Cut, Ints, Mesh, Slices, check_mesh
 
 # Ranks, in ascending order, by the digest of their states' structure.
 Classes: TypeAlias = Mapping[str, Sequence[int]]
@@ -218,10 +218,11 @@ class ShardLocator:
             if rank in seen:
                 continue
             stored = self._tied[self._structure_of[rank]].get(name, name)  # a tied tensor is stored under another name
-            replicated, replicas = self._shared_by(stored, rank)
-            if replicated is None or replicas is None:
+            shared = self._replicated(rank).get(stored)
+            if shared is None:
                 alone.append(rank)
                 continue
+            replicas, replicated = shared
             others = replicas.all_ranks()
             seen.update(others)
             for number, part in replicated.writers(stored, len(others)):
@@ -229,31 +230,27 @@ class ShardLocator:
         for rank in {*alone[:1], *(rank for rank in alone if rank in preferred)}:
             yield from ((rank, rectangle.box) for rectangle in slices.rectangles)
 
-    def _shared_by(self, name: str, rank: int) -> tuple[ReplicatedBytes | None, Mesh | None]:
-        """The bytes that a rank shares with others, and these ranks; None for a tensor that it writes alone."""
-        if rank not in self._mates.get(self._structure_of[rank], ()):
-            return None, None
-        shared, replicated = self._replicated(rank)
-        replicas = shared.get(name)
-        return (None, None) if replicas is None else (replicated.get(replicas), replicas.ranks)
-
-    def _replicated_at(self, rank: int) -> tuple[dict[str, Replicas], dict[Replicas, ReplicatedBytes]]:
-        """The replicated tensors of a rank and their bytes, computed as `state.division` does on that rank."""
+    def _replicated_at(self, rank: int) -> dict[str, tuple[Mesh, ReplicatedBytes]]:
+        """The tensors that a rank does not write alone, each with the ranks that share it, and the bytes that these
+        share: computed as `state.division` does on that rank.
+        """
         digest = self._structure_of[rank]
+        if rank not in self._mates.get(digest, ()):
+            return {}
         mates = self._layout.shared[digest]
-        replicas = SliceCache(lambda slices: sharers(slices, rank, mates, self._layout.root))
+        replicas = cache(lambda placement: sharers(placement, rank, mates, self._layout.root))
         holdings: dict[str, Holding] = {}
         for name, line in self._tensors[digest].items():
             slices = self._slices(name, line, rank)
             if slices is not None and name not in self._tied[digest]:
-                holdings[name] = Holding(slices, line.item_bytes, replicas(slices))
+                holdings[name] = Holding(slices, line.item_bytes, replicas(slices.placement))
         everybody = by_everybody(holdings)
-        shared = {
-            name: holding.replicas
+        shared = replicated_bytes(holdings, everybody)
+        return {
+            name: (ranks, shared[holding.replicas])
             for name, holding in holdings.items()
-            if holding.replicas.size > 1 and name not in everybody
+            if name not in everybody and holding.replicas in shared and (ranks := holding.replicas.ranks)
         }
-        return shared, replicated_bytes(holdings, everybody)
 
     # --- slices and places ------------------------------------------------------------------------------------
 

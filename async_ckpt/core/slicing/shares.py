@@ -11,15 +11,13 @@ Bytes of several sets cannot be laid end to end: two ranks could each leave a te
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 from math import prod
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from ..spec import KIB, MIB
 from .slices import Mesh, Rectangle, Replicas, Slices
-
-T = TypeVar("T")
 
 # The version of this arithmetic, stored with each step: readers of old checkpoints must find the writers, too.
 VERSION: Final = 2
@@ -142,19 +140,6 @@ def replicated_bytes(holdings: Mapping[str, Holding], everybody: set[str]) -> di
             pieces.setdefault(replicas, []).append(ReplicatedPiece(name, rectangle, num_bytes, at))
             ends[replicas] = at + num_bytes
     return {replicas: ReplicatedBytes(pieces[replicas], ends[replicas]) for replicas in pieces}
-
-
-class SliceCache(Generic[T]):
-    """A cached function of slices that depends only on their mesh, cuts and coordinate: most tensors share these."""
-
-    def __init__(self, ask: Callable[[Slices], T]) -> None:
-        self._ask, self._answers = ask, dict[Any, T]()
-
-    def __call__(self, slices: Slices) -> T:
-        key = slices.mesh, slices.cuts, slices.coordinate
-        if key not in self._answers:
-            self._answers[key] = self._ask(slices)
-        return self._answers[key]
 
 
 def sharers(slices: Slices, rank: int, mates: Sequence[int], root: Mesh | None = None) -> Replicas:

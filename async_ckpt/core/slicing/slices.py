@@ -177,6 +177,11 @@ class Slices(NamedTuple):
         return cls(shape, rectangles, cuts, mesh, coordinate)
 
     @property
+    def placement(self) -> Slices:
+        """Only the mesh, the cuts and the coordinate, which most tensors share: a key for what depends on nothing else."""
+        return Slices((), (), self.cuts, self.mesh, self.coordinate)
+
+    @property
     def is_plain(self) -> bool:
         return self.mesh is None and self.cuts is not None
 

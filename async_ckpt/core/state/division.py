@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from ...errors import UnsupportedStateError
 from ..slicing.locator import name_of
 from ..slicing.sharded import Slicer
-from ..slicing.shares import Holding, SliceCache, balance, by_everybody, rectangles_to_write, sharers
+from ..slicing.shares import Holding, balance, by_everybody, rectangles_to_write, sharers
 from ..slicing.slices import Mesh, Rectangle, Replicas, Slices
 from ..spec import (
     BORROWED,
@@ -193,26 +194,26 @@ class StateDivider:
         self, captured: Capture, inventory: _Inventory, own: Set[int], mates: Sequence[int]
     ) -> tuple[dict[str, Holding], dict[str, Holding]]:
         """The holdings that the ranks divide, and the holdings of `own`, the tensors that each rank has separately."""
-        replicas = SliceCache(lambda slices: sharers(slices, self.rank, mates, self._root))
+        replicas = cache(lambda placement: sharers(placement, self.rank, mates, self._root))
         shared, private = dict[str, Holding](), dict[str, Holding]()
         for number, slices in enumerate(captured.slices):
             spec, name = captured.specs[inventory.tensors[number][0]], inventory.names[number]
             if spec.alias_of is None and number in own:
                 private[name] = Holding(slices, DTYPES[spec.dtype][0], Replicas())
             elif spec.alias_of is None:
-                shared[name] = Holding(slices, DTYPES[spec.dtype][0], replicas(slices))
+                shared[name] = Holding(slices, DTYPES[spec.dtype][0], replicas(slices.placement))
         return shared, private
 
     def _copies(
         self, captured: Capture, inventory: _Inventory, own: Set[int], everybody: Set[str]
     ) -> list[tuple[str, str, list[int]]]:
         """The tensors to compare with other ranks: slices as text, name, captured specs."""
-        names, tensors, has_others = inventory.names, inventory.tensors, SliceCache(self._has_others)
+        names, tensors, has_others = inventory.names, inventory.tensors, cache(self._has_others)
         copies = []
         for number, slices in enumerate(captured.slices):
             primary = _primary(number, captured, tensors)  # on other ranks the tensor may not be tied
             is_compared = not own & {number, primary} and names[primary] not in everybody
-            if is_compared and slices.rectangles and has_others(slices):
+            if is_compared and slices.rectangles and has_others(slices.placement):
                 # Ranks with the same text have the same slices, and must have the same values.
                 boxes = _in_short([rectangle.box for rectangle in slices.rectangles])
                 copies.append((boxes, names[number], tensors[primary]))
