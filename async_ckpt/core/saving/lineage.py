@@ -25,7 +25,7 @@ from ..runs.manifest import Archive, GroupLocation, Manifest
 from ..runs.roots import Roots
 from ..runs.run import Run
 from ..slicing.sharded import Slicer
-from ..spec import MIB, Json, TensorSpec
+from ..spec import MIB, Json, TensorSpec, some_of
 from ..state.capture import capture
 from ..state.captured import Capture, Mark, SnapshotView, is_leaf, part_of
 from ..state.plain import method_of
@@ -367,9 +367,9 @@ class UnchangedGroups:
             now = StateOutline(capture({name: _entry(state, name)}, slicer=self._slicer())).of(name)
             differences = known.outline.of(name).differences(now)
             if differences:
-                shown = ", ".join(differences[:5]) + (" and others" if len(differences) > 5 else "")
                 raise NotUnchangedError(
-                    f"{name} has changed since step {known.step}: {shown}; leave it out of unchanged=",
+                    f"{name} has changed since step {known.step}: {some_of(differences, 5)}; leave it out of "
+                    "unchanged=",
                     names=tuple(differences),
                 )
             borrowed += known.borrowed

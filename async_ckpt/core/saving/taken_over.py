@@ -29,9 +29,9 @@ from ..format.layout import Layout
 from ..host.loop import get_loop
 from ..runs.manifest import Archive, GroupLocation
 from ..runs.run import Run
-from ..spec import BLOCK_BYTES, KIB, MIB, Extent
+from ..spec import BLOCK_BYTES, KIB, MIB, Extent, some_of
 from ..staging.device import Alias, Device, MemoryGoneError
-from ..state.captured import Capture, Mark
+from ..state.captured import NOTHING, Capture, Mark
 from ..state.names import Path
 from ..state.wrapped import plain_parts
 from .block_digests import GroupDigests
@@ -40,7 +40,6 @@ from .block_digests import GroupDigests
 _LEAST_BYTES: Final = MIB
 _SAMPLE_BYTES: Final = 8 * KIB
 _COPY_BYTES: Final = 256 * KIB
-_NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 _MANY: Final = 5  # names in a message
 
 # identifies a slice: the tensor's path, and the slice's offsets in the tensor
@@ -147,7 +146,7 @@ class TakenOver:
             self._distrusted.update(one.key for one in changed)
             names = tuple(sorted({".".join(map(str, one.key[0])) for one in changed}))
             raise TornSnapshotError(
-                f"{', '.join(names[:_MANY])}{' and others' if len(names) > _MANY else ''} does not require a gradient "
+                f"{some_of(names, _MANY)} does not require a gradient "
                 f"and was taken over from step {changed[0].saved.location.step}, but has changed since, past its "
                 "version counter, by .data, NumPy or a kernel; later saves write it. unchanged=() avoids this",
                 names=names,
@@ -219,7 +218,7 @@ class UnchangedTensors:
             if saved is not None:
                 kept[one.key] = saved
                 specs[one.number] = specs[one.number]._replace(lender=over.take(one.key, saved, one.tensor))
-                tensors[one.number] = _NOTHING
+                tensors[one.number] = NOTHING
             elif one.key not in past:
                 storage = StorageWeakRef(one.tensor.untyped_storage())
                 over.written[one.number] = one.key, one.look, one.sample, storage

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -45,15 +46,13 @@ _MAX_IDLE: Final = 8
 _log: Final = logging.getLogger("async_ckpt")
 
 
+@dataclass(eq=False)
 class LentBuffer:
     """A buffer on loan, with the facts by which the memory of its copy is counted."""
 
-    __slots__ = ("buffer", "is_held", "num_bytes")
-
-    buffer: HostBuffer
-
-    def __init__(self, num_bytes: int, *, is_held: bool) -> None:
-        self.num_bytes, self.is_held = num_bytes, is_held
+    num_bytes: int
+    is_held: bool
+    buffer: HostBuffer = field(init=False)
 
 
 class BufferPool:
@@ -108,7 +107,7 @@ class BufferPool:
         A single copy never waits. If it is `held`, raises MemoryError instead of waiting; `max_bytes` is then the limit
         of all held copies. With `shared`, the buffer is an ordinary one if the system refuses shared memory.
         """
-        loan, wait = LentBuffer(num_bytes, is_held=held), Wait("", ENDS_THE_CALL)
+        loan, wait = LentBuffer(num_bytes, held), Wait("", ENDS_THE_CALL)
         if held and not self._has_room(loan, max_bytes):
             for let_go in self._sharers:
                 let_go()

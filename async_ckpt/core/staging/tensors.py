@@ -17,7 +17,7 @@ from ..backends import device_of, is_dense, is_on_host
 from ..format.layout import Piece
 from ..host.limits import num_cpus
 from ..host.memory import Segment
-from ..spec import KIB, MIB, TensorSpec
+from ..spec import KIB, MIB, TensorSpec, some_of
 from .device import Alias, Device, dense_blocks, memmove
 
 
@@ -205,8 +205,8 @@ class SourceTensors:
         if self.deferred:
             change, instead = "changed or was freed outside of the guarded optimizer's step()", "leave guard= out, or "
         return TornSnapshotError(
-            f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} {change} while being copied; {instead}"
-            f"wait until all is copied: {self.wording.wait_call}",
+            f"{some_of(names, 5)} {change} while being copied; {instead}wait until all is copied: "
+            f"{self.wording.wait_call}",
             names=names,
         )
 

@@ -24,7 +24,7 @@ from ..garbage import no_collection
 from ..slicing.sharded import InnerShard, Placed, Slicer, as_declared, is_declared, is_dtensor, is_ordinary, is_sharded
 from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceFacts, TensorSpec, with_article
-from .captured import Capture, FrozenParts, FrozenTensors, Mark, SnapshotView, notes_in, per_rank_in, tree_of
+from .captured import NOTHING, Capture, FrozenParts, FrozenTensors, Mark, SnapshotView, notes_in, per_rank_in, tree_of
 from .loaders import loader_facts
 from .megatron_tensors import MegatronTensors, refuse_others, with_megatron
 from .names import Path, Select, dotted, dtype_name, is_describable, selector, shown
@@ -181,7 +181,7 @@ class _CaptureWalk:
                 break  # one alias represents all slices
         if not parts:
             of = SliceFacts(number, slices.global_shape, None)
-            self._add(TensorSpec(path, dtype_name(dtype), (0,), None, of), _nothing())
+            self._add(TensorSpec(path, dtype_name(dtype), (0,), None, of), NOTHING)
         return number
 
     def _tied_to(self, slices: Slices, parts: Sequence[torch.Tensor]) -> int | None:
@@ -222,7 +222,7 @@ class _CaptureWalk:
 
     def _bytes(self, data: Any, path: Path, dtype: str, shape: tuple[int, ...]) -> int:
         raw = bytearray(data) if isinstance(data, bytes) else data
-        tensor = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else _nothing()
+        tensor = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else NOTHING
         if self._slicer is None:
             return self._add(TensorSpec(path, dtype, shape), tensor)
         number, slices = len(self.slices), Slices.plain(shape)
@@ -279,10 +279,6 @@ class _CaptureWalk:
                     name,
                     with_article(type(value).__qualname__),
                 )
-
-
-def _nothing() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _pointer(tensor: torch.Tensor) -> int | None:

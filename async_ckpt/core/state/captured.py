@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -28,6 +28,8 @@ from .tree import InnerTensors, SavedRecord, StoredLeaf, decode, parts_in, repla
 from .wrapped import plain_parts
 
 Mark: TypeAlias = tuple[int, int]
+# The tensor of a spec without bytes in this archive.
+NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Capture(NamedTuple):

@@ -33,11 +33,9 @@ from ..spec import (
     TensorSpec,
     by_tensor,
 )
-from .captured import Capture, RankShare
+from .captured import NOTHING, Capture, RankShare
 from .names import is_within
 
-# With many ranks, a rank writes nothing of most tensors. Slicing an empty part of each would take most of the time.
-_NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 _in_short: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -61,8 +59,8 @@ class _WriteSource(NamedTuple):
     is_nothing: bool = False
 
     def tensor(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        if self.is_nothing:
-            return _NOTHING
+        if self.is_nothing:  # of most tensors, if there are many ranks: slicing each would take most of the time
+            return NOTHING
         whole = tensors[self.spec]
         return whole if self.within is None else whole.detach()[self.within]
 
