@@ -584,7 +584,7 @@ class AsyncCheckpointer(RunReader):
                 None if strict is None else flag("strict", strict),
                 flag("trust", trust),
                 verify,
-                types,
+                () if types is None else types,
                 goes_back=self._policy.has_step,
             )
             mean = MeanRestore(self._mean, state, options, self._saver.pool)

@@ -195,7 +195,10 @@ def load(
     """
     check_verify(verify)
     build = partial(
-        state_of, options=LoadOptions(map_location, select, flag("trust", trust), flag("mmap", mmap), types)
+        state_of,
+        options=LoadOptions(
+            map_location, select, flag("trust", trust), flag("mmap", mmap), () if types is None else types
+        ),
     )
     return from_path(path, build, verify=verify, readers=Readers(None, from_ranks, wants=selected_by(select)))
 

@@ -131,7 +131,9 @@ class RunReader:
 
         check_verify(verify)
         step = None if step is None else whole_step(step)
-        options = LoadOptions(map_location, select, flag("trust", trust), flag("mmap", mmap), types)
+        options = LoadOptions(
+            map_location, select, flag("trust", trust), flag("mmap", mmap), () if types is None else types
+        )
         # The saver's buffers are already page-locked, which makes the copy to a device faster.
         build = partial(state_of, options=options, pool=self._saver.pool)
         readers = Readers(None, from_ranks, wants=selected_by(select))

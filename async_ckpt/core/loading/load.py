@@ -35,7 +35,7 @@ class LoadOptions(NamedTuple):
     select: Select = None
     trust: bool = False
     mmap: bool = False
-    types: Iterable[type] = ()
+    types: Iterable[type] | None = ()
 
 
 _PLAIN: Final = LoadOptions()

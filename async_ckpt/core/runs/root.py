@@ -277,7 +277,7 @@ class Root:
             data, version = content or self.storage.read(path)
         except FileNotFoundError as error:
             raise (self.not_committed(step) if explain else NotCommittedError(path, step=step)) from error
-        return parse_manifest(data, path=path), version
+        return parse_manifest(data, path=self.storage.locate(path)), version
 
     def not_committed(self, step: int) -> NotCommittedError:
         steps = self.steps()

@@ -110,6 +110,8 @@ class Encoder:
             return self._inside(value, path, lambda: self._sequence(value, path))
         if kind is deque:
             return self._inside(value, path, lambda: self._deque(value, path))
+        if isinstance(value, OfClass):
+            return self._of_class(value, path)
         if is_record(value):
             if self._taken(value, path):
                 return _OMITTED
@@ -165,6 +167,16 @@ class Encoder:
         self.types.add(type(value))
         items = self._entries(fields_of(value), path)
         return items if items is _OMITTED else {"dataclass": [class_name(type(value)), items]}
+
+    def _of_class(self, value: OfClass, path: Path) -> Json:
+        """The node that `decode` with `types=None` has made the value of."""
+        name, fields = value.name, value.fields
+        if isinstance(value.value, dict):
+            items = self._entries(value.value, path)
+            return {"wrapped": {**json.loads(fields[0]), "inner": items}} if fields else {"dataclass": [name, items]}
+        if fields:
+            return {"namedtuple": [name, list(fields), self._items(value.value, path)]}
+        return {"enum": [name, hashable_node(value.value)]}
 
     def _entries(self, value: Mapping[Any, Any], path: Path) -> Any:
         items = []

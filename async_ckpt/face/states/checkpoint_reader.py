@@ -11,7 +11,7 @@ import itertools
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -78,8 +78,9 @@ def with_state(
     select: Select = None,
     trust: bool = False,
     from_ranks: Mapping[str, int] | None = None,
+    types: Iterable[type] | None = (),
 ) -> T:
-    """The result of `use` for a checkpoint as one state, as `load` returns it.
+    """The result of `use` for a checkpoint as one state, as `load` returns it, or as `tree.decode` with these types.
 
     Tensors of a local file are views of it. Other tensors are first written to files of the same size in the folder
     `scratch`, and are views of these. Raises as `with_items` does, and UntrustedObjectError for objects in an archive.
@@ -93,7 +94,7 @@ def with_state(
             return use(of_torch.state)
 
     def load(parts: Sequence[Part]) -> T:
-        options = LoadOptions(select=select, trust=trust)
+        options = LoadOptions(select=select, trust=trust, types=types)
         if all(part.archive.is_local_file for part in parts):
             return use(state_of(parts, options._replace(mmap=True)))
         with tempfile.TemporaryFile(dir=scratch) as file:

@@ -367,12 +367,6 @@ class _Nodes(Encoder):
         kind = type(value)
         if kind in SCALARS:
             return super().encode(value, path)
-        if kind is OfClass:
-            if isinstance(value.value, dict):
-                return {"dataclass": [value.name, self._entries(value.value, path)]}
-            if value.fields:
-                return {"namedtuple": [value.name, list(value.fields), self._items(value.value, path)]}
-            return {"enum": [value.name, hashable_node(value.value)]}
         if isinstance(value, StoredLeaf | ValuesByRank | torch.Tensor | torch.nn.Module):
             _refuse(value, path)
         is_subclass = isinstance(value, dict | list | tuple) and kind not in (

@@ -10,9 +10,11 @@ kernel reads on demand. The destination appears only when it is complete and dur
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import io
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -127,7 +129,7 @@ def show(
         if not request.overwrite and (storage.exists(inside) or storage.names(inside)):
             raise Answer(f"{request.target.shown} already exists; pass --overwrite to replace it, or give another name")
     if name in _OF_STATE:
-        num_bytes = _write_state(request, _OF_STATE[name])
+        num_bytes = _write_state(request, name)
     else:
         num_bytes = states.with_items(request.source, partial(_OF_ITEMS[name], request), **request.options)
     if others := state_files_of(request.source):
@@ -290,14 +292,22 @@ def _step_of(target: Place) -> tuple[Place, Naming, int]:
 
 def _write_torch(request: ConversionRequest, state: Any) -> int:
     with _local_target(request) as written, _refused_by("torch.save"):
-        write_by_torch(tree_map(_plain, state), written)
+        write_by_torch(_plain(state), written)
         if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(written):
             print_note(f"plain torch.load refuses the file, which contains objects of {', '.join(sorted(unsafe)[:3])}")
         return written.stat().st_size
 
 
-def _plain(leaf: Any) -> Any:
+def _plain(state: Any) -> Any:
     """Convert NumPy arrays and scalars, as in random states, since plain torch.load refuses NumPy objects."""
+    return tree_map(_plain_leaf, state, is_leaf=lambda value: isinstance(value, OrderedDict))
+
+
+def _plain_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, OrderedDict):  # `tree_map` would lose an attribute: the versions of modules
+        plain = copy.copy(leaf)
+        plain.update((key, _plain(value)) for key, value in leaf.items())
+        return plain
     if type(leaf).__module__ != "numpy" or not hasattr(leaf, "dtype"):
         return leaf
     if leaf.dtype.kind not in "biufc" or not leaf.dtype.isnative:
@@ -352,7 +362,7 @@ def _refused_by(writer: str) -> Iterator[None]:
         ) from error
 
 
-def _write_state(request: ConversionRequest, write: Callable[[ConversionRequest, Any], int]) -> int:
+def _write_state(request: ConversionRequest, name: str) -> int:
     scratch = urls.local_path(request.target.text).parent if request.target.is_local else Path.cwd()
     disk.make_folder(scratch)
 
@@ -362,9 +372,11 @@ def _write_state(request: ConversionRequest, write: Callable[[ConversionRequest,
                 why = "not all names have this prefix; choose some with --select"
                 raise Answer(f"--strip {request.strip!r}: {why}", USAGE)
             state = state[key]
-        return write(request, state)
+        return _OF_STATE[name](request, state)
 
-    return states.with_state(request.source, converted, scratch=scratch, **request.options)
+    # Only the library's own format stores the names of classes.
+    types = None if name in ("archive", "step") else ()
+    return states.with_state(request.source, converted, scratch=scratch, types=types, **request.options)
 
 
 # --- destinations -------------------------------------------------------------------------------------------------

@@ -39,6 +39,23 @@ def saved(archive: Path) -> Path:
 # --- damage ------------------------------------------------------------------------------------------------------
 
 
+def test_an_archive_with_bytes_behind_its_end_is_not_called_truncated(saved):
+    with saved.open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(CorruptCheckpointError, match="something was appended to it"):
+        async_ckpt.load(saved)
+
+
+def test_a_damaged_manifest_is_named_with_the_folder_of_its_run(tmp_path):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        ckpt.save(STATE, 1).result()
+    manifest = tmp_path / "step_00000001" / "manifest.json"
+    manifest.write_text("{}")
+    with pytest.raises(CorruptCheckpointError) as refused:
+        async_ckpt.load(tmp_path)
+    assert refused.value.path == str(manifest)
+
+
 @pytest.mark.parametrize("read", [async_ckpt.load, async_ckpt.verify])
 def test_no_damaged_byte_goes_unnoticed(saved, read):
     """Bytes everywhere in a small archive are changed, one after the other: in its objects and digests, too."""

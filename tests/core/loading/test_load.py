@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import http
 import json
 import shutil
 import signal
@@ -782,3 +783,12 @@ def test_arguments_that_mean_nothing_are_refused_by_their_names(how, error, mess
     async_ckpt.save({"w": torch.ones(1)}, archive).result()
     with pytest.raises(error, match=message):
         async_ckpt.load(archive, **how)
+
+
+def test_types_of_none_are_no_types(tmp_path):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        ckpt.save({"status": http.HTTPStatus.OK}, 1).result()
+        live = {"status": None}
+        ckpt.restore(live, types=None)
+        for loaded in (live, ckpt.load(types=None), async_ckpt.load(tmp_path, types=None)):
+            assert (type(loaded["status"]), loaded["status"]) == (int, 200)

@@ -419,6 +419,7 @@ def test_doctor_says_how_things_are_and_no_secret(tmp_path):
         (("ls", "{tmp}/empty"), 1, "the folder is empty"),
         (("ls", "{tmp}"), 1, "no committed checkpoint there"),
         (("ls", "{tmp}/file"), 2, "is a file, not a run"),
+        (("page", "{tmp}/file"), 2, "is a file, not a run"),
         (("verify", "{tmp}/nowhere"), 1, "there is nothing at this path"),
         (("verify", "{tmp}/empty"), 1, "the folder is empty"),
         (("repair", "{tmp}/file"), 2, "is a file, not a run"),

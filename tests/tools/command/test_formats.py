@@ -1,5 +1,8 @@
 """`async-ckpt diff`, `extract` and `convert`: every format into every other that can hold it, and what differs."""
 
+import collections
+import dataclasses
+import enum
 import itertools
 import json
 import math
@@ -20,6 +23,7 @@ from slices import some
 from states import open_run
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.testing._internal.two_tensor import TwoTensor
 
 import async_ckpt
 
@@ -402,6 +406,7 @@ def test_tolerances_are_those_of_allclose_and_differences_in_bits_are_told_all_t
     assert differing(tmp_path, {"w": a}, {"w": b}, "--rtol", "0.01", status=0)["w"]["what"] == "within tolerance"
     assert differing(tmp_path, {"w": a}, {"w": b}, "--atol", "0.4")["w"]["what"] == "value"
     assert differing(tmp_path, {"w": a}, {"w": b}, "--atol", "0.6", status=0)["w"]["what"] == "within tolerance"
+    assert run_command("diff", tmp_path / "a.tar", tmp_path / "b.tar", "--rtol", "-1").returncode == 2
 
 
 def test_the_largest_difference_comes_first_and_the_selection_bounds_what_is_compared(tmp_path):
@@ -430,6 +435,46 @@ def test_names_of_a_checkpoint_reach_no_terminal_raw(tmp_path):
 
 
 # --- what others load ---------------------------------------------------------------------------------------------
+
+
+class Phase(enum.Enum):
+    WARM = ("warm", 1)
+    COLD = "cold"
+
+
+Bounds = collections.namedtuple("Bounds", "low high")
+
+
+@dataclasses.dataclass
+class Position:
+    epoch: int
+    bounds: Bounds
+    phase: Phase
+
+
+@pytest.mark.parametrize("target", ["new.tar", "new/step_00000004"])
+def test_an_archive_keeps_the_names_of_classes(tmp_path, target):
+    wrapped = {"two": TwoTensor(torch.ones(3), torch.zeros(3)), "sparse": torch.eye(2).to_sparse()}
+    position = Position(1, Bounds(torch.zeros(2), 3), Phase.WARM)
+    async_ckpt.save({**wrapped, "at": [position, Phase.COLD]}, tmp_path / "old.tar").result()
+
+    assert run_command("convert", tmp_path / "old.tar", tmp_path / target).returncode == 0
+
+    assert documented("diff", tmp_path / "old.tar", tmp_path / target)["differences"] == []
+    loaded = async_ckpt.load(tmp_path / target, types=[Position, Bounds, Phase, TwoTensor])
+    assert repr(loaded["at"]) == repr([position, Phase.COLD])
+    assert type(loaded["two"]) is TwoTensor
+    assert torch.equal(loaded["two"].a, torch.ones(3))
+    assert torch.equal(loaded["sparse"].to_dense(), torch.eye(2))
+
+
+def test_a_file_of_torch_keeps_the_versions_of_modules(tmp_path):
+    model = torch.nn.BatchNorm1d(2)
+    async_ckpt.save({"model": model}, tmp_path / "old.tar").result()
+
+    assert run_command("convert", tmp_path / "old.tar", tmp_path / "new.pt").returncode == 0
+
+    assert torch.load(tmp_path / "new.pt")["model"]._metadata == model.state_dict()._metadata
 
 
 def test_plain_torch_load_reads_a_converted_file_with_random_states(tmp_path):

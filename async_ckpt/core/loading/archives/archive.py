@@ -80,9 +80,8 @@ class OpenArchive(Contents):
             self._compare(Extent(0, self._head_bytes))
             raise
         if self.index.file_bytes != reader.num_bytes:
-            raise self.corrupt(
-                f"it has {reader.num_bytes:,} bytes and should have {self.index.file_bytes:,}: truncated"
-            )
+            how = "truncated" if reader.num_bytes < self.index.file_bytes else "something was appended to it"
+            raise self.corrupt(f"it has {reader.num_bytes:,} bytes and should have {self.index.file_bytes:,}: {how}")
         if verify:
             self._digests = self._read_digests()
             self.read(Extent(0, self._head_bytes))

@@ -16,7 +16,7 @@ from ....plumbing import timing
 from ..listing import broken_at, marks_at, parse_best
 from ..output import Answer, counted, print_json, print_text
 from ..place_arguments import place_like
-from ..place_kinds import RUNS, targets_of
+from ..place_kinds import RUNS, nothing_at, targets_of
 from ..run_places import RunPlaces
 from ..trainer_folders import events_at, without_second_names
 from .columns import RunColumns, columns_of
@@ -60,7 +60,7 @@ def _columns_at(place: Place, name: str) -> Iterator[RunColumns]:
         there = {*storage.names("")}
         events = [{**event, "kept": event.get("name") in there} for event in events_at(place)]
         if not events and not name:
-            raise
+            raise nothing_at(place) from None
     if events:
         events, broken, marks = without_second_names(events), broken_at(storage, _LOOKED_AT), marks_at(storage)
         yield columns_of(_name(place), events, broken, RunPlaces(place).look(), marks)
