@@ -43,9 +43,7 @@ REQUEST_SECONDS: Final = 120.0
 # sends half as many at once.
 PART_SECONDS: Final = 180.0
 SMALL_SECONDS: Final = 30.0  # any other request
-# How long an aborted upload may take to drop its buffers; after that, its thread ends without waiting for it.
-DROP_SECONDS: Final = 10.0
-# How long to try to abort the leftovers of a failed upload.
+# How long to try to abort the leftovers of a failed upload, and how long an aborted one may take to drop its buffers.
 ABORT_SECONDS: Final = 10.0
 
 # --- other ranks --------------------------------------------------------------------------------------------------

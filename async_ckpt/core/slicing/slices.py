@@ -178,7 +178,7 @@ class Slices(NamedTuple):
 
     @property
     def placement(self) -> Slices:
-        """Only the mesh, the cuts and the coordinate, which most tensors share: a key for what depends on nothing else."""
+        """Only the mesh, the cuts and the coordinate, which most tensors share, as a key for what depends on them."""
         return Slices((), (), self.cuts, self.mesh, self.coordinate)
 
     @property

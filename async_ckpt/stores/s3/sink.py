@@ -162,7 +162,7 @@ class ObjectSink:
         broke_off = any(retry.is_transient(reason) or isinstance(reason, StuckError) for reason in reasons)
         if self._plan.is_multipart and (self.num_retries or broke_off):
             self._client.abort_uploads(self._path)
-        self._segments.wait_until_released(waits.DROP_SECONDS)
+        self._segments.wait_until_released(waits.ABORT_SECONDS)
 
     def _attempt(self) -> None:
         if self._segments.is_given_up:

@@ -131,7 +131,7 @@ class Publisher:
         )
         self._offer = MemoryOffer(host_bytes) if local else None
         if self._offer is not None:  # if the caller never calls `close`
-            weakref.finalize(self, _close_soon, loops.get_loop(), self._offer).atexit = False
+            weakref.finalize(self, _close_soon, loops.get_loop().soon, self._offer).atexit = False
         self._root = self._place.storage()
         self._series: VersionSeries | None = None  # made by the first publication; under _lock
         self._lock = threading.Lock()
@@ -318,10 +318,10 @@ class Publisher:
         return f"<Publisher {self._root.locate('')}{' (closed)' if self._is_closed else ''}>"
 
 
-def _close_soon(loop: loops.Loop, offer: MemoryOffer) -> None:
+def _close_soon(soon: Callable[[Callable[[], None]], None], offer: MemoryOffer) -> None:
     """Close an offer on the library's thread: a garbage collection may run on a thread that holds any lock."""
     with suppress(ClosedError):  # the interpreter is exiting
-        loop.soon(offer.close)
+        soon(offer.close)
 
 
 def _config_files(folder: Path) -> dict[str, bytes]:
