@@ -59,16 +59,9 @@ Wheres = Annotated[list[Place], _argument("PLACE", "Paths or URLs. Name a step a
 Select = Annotated[list[str] | None, Option(metavar="NAME", help="Take only this name, prefix or pattern. Repeatable.")]
 Trust = Annotated[bool, Option("--trust", help="Unpickle any object. A pickle can run any code.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace an existing file or folder.")]
-As = Annotated[
-    str | None,
-    Option("--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp; default: by the name."),
-]
-To = Annotated[
-    str | None,
-    Option(
-        "--to", "--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp; default: by the name."
-    ),
-]
+_FORMATS: Final = "archive, step, safetensors, hf, torch or dcp; default: by the name."
+As = Annotated[str | None, Option("--as", metavar="FORMAT", help=_FORMATS)]
+To = Annotated[str | None, Option("--to", "--as", metavar="FORMAT", help=_FORMATS)]
 FromRank = Annotated[
     list[str] | None,
     Option(metavar="NAME=RANK", help="Take the value of this rank if ranks differ, such as rng=0. Repeatable."),
