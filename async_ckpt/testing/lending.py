@@ -37,19 +37,7 @@ ODD_NAMES: Final = ["x y", "größe 検", "a+b", "100%", "%2F", "a#b", "a?b=c&d"
 
 
 # Names of folders that sort differently with a slash at their end, or in UTF-16.
-SORTED_NAMES: Final = [
-    "step",
-    "step 1",
-    "step!",
-    "step-1",
-    "step.1",
-    "step0",
-    "step1",
-    "step10",
-    "stepé",
-    "step検",
-    "step😀",
-]
+SORTED_NAMES: Final = [f"step{end}" for end in ("", " 1", "!", "-1", ".1", "0", "1", "10", "é", "検", "😀")]
 
 
 class Loan:
