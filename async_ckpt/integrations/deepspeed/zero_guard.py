@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ...plumbing import guards as saving_guards
 from ..common.step_guard import StepGuard
@@ -77,14 +78,6 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer | None:
 
 def _buffers(optimizer: Any) -> Iterator[torch.Tensor]:
     while optimizer is not None:
-        for name in _BUFFERS:
-            yield from _tensors(getattr(optimizer, name, None))
+        buffers = tree_leaves([getattr(optimizer, name, None) for name in _BUFFERS])
+        yield from filter(torch.is_tensor, buffers)
         optimizer = getattr(optimizer, "optimizer", None)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Iterable):
-        for one in value:
-            yield from _tensors(one)
