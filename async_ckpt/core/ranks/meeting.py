@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -237,19 +237,15 @@ class Meeting:
         try:
             answer = ask()
         except BaseException as error:
-            self._send_answer({"about": step, "error": in_words(error)})
+            self.send_answer(step, error=in_words(error))
             raise
-        self._send_answer({"about": step, "answer": answer})
+        self.send_answer(step, answer=answer)
         return answer
 
-    def does_not_ask(self, error: BaseException) -> None:
-        """On rank 0: fail the question that the others ask now, since it has a wrong argument here."""
-        if self.world.rank == 0:
-            self._send_answer({"about": None, "error": in_words(error)})
-
-    def _send_answer(self, answer: Mapping[str, Any]) -> None:
+    def send_answer(self, step: int | None, **answer: Any) -> None:
+        """On rank 0: send an `answer` or an `error` about a step, or with None, about what the others ask next."""
         number, self._num_answers = self._num_answers, self._num_answers + 1
-        self.messages().send(f"answer/{number}", json.dumps(answer))
+        self.messages().send(f"answer/{number}", json.dumps({"about": step, **answer}))
         if number >= _KEPT:
             self.messages().send("answer/first", str(number - _KEPT + 1))
             self.messages().forget(f"answer/{number - _KEPT}")

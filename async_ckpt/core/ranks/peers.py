@@ -161,11 +161,11 @@ class Ranks:
         return ask() if self.is_alone else self.meeting.answer_of_rank_0(what, step, ask)
 
     def asks_in_vain(self, error: BaseException) -> None:
-        """Report that this rank could not ask, so that the other ranks do not wait for rank 0's answer."""
+        """On rank 0, report that it could not ask, so that the other ranks do not wait for its answer."""
         with suppress(ValueError):  # the group has changed, which the caller reports
             self.meeting.refuse_if_changed()
-            if not self.is_alone:
-                self.meeting.does_not_ask(error)
+            if not self.is_alone and self.world.rank == 0:
+                self.meeting.send_answer(None, error=in_words(error))
 
     def is_leaving(self, *, asked: bool) -> bool:
         """True if this rank was asked to leave, which it then reports to rank 0; on rank 0, True if any rank was.
