@@ -289,17 +289,22 @@ def _pointer(tensor: torch.Tensor) -> int | None:
         pointer = tensor.data_ptr()
     except RuntimeError:  # wrapped by a functional transform
         return None
-    return None if not pointer or is_cut_short(tensor) else pointer
+    return None if not pointer or _ends_early(tensor) else pointer
 
 
 def is_cut_short(tensor: torch.Tensor) -> bool:
     """True if the storage ends before the last element, since it was resized. Reading the tensor would be unsafe."""
-    if not is_ordinary(tensor) or tensor.is_nested:
-        return False
-    num_items = tensor.numel()
-    if not tensor.is_contiguous():
-        num_items = num_items and 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + num_items) * tensor.itemsize > tensor.untyped_storage().nbytes() and num_items > 0
+    return is_ordinary(tensor) and not tensor.is_nested and _ends_early(tensor)
+
+
+def _ends_early(tensor: torch.Tensor) -> bool:
+    """`is_cut_short` of an ordinary tensor. Called for each tensor of a save while the training waits."""
+    num_bytes = tensor.nbytes
+    if num_bytes and not tensor.is_contiguous():
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        num_bytes = (last + 1) * tensor.itemsize
+    end = tensor.storage_offset() * tensor.itemsize + num_bytes
+    return num_bytes > 0 and end > tensor.untyped_storage().nbytes()
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
