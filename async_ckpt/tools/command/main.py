@@ -227,8 +227,8 @@ def diff(
     a: Annotated[Place, _argument("A", "A checkpoint of any format.")],
     b: Annotated[Place, _argument("B", "Another checkpoint.")],
     select: Select = None,
-    rtol: Annotated[float, Option(min=0, metavar="X", help="Count items as equal if |a-b| <= X*|b|.")] = 0.0,
-    atol: Annotated[float, Option(min=0, metavar="X", help="Count items as equal if |a-b| <= X.")] = 0.0,
+    rtol: Annotated[float, Option(metavar="X", help="Count items as equal if |a-b| <= X*|b|.")] = 0.0,
+    atol: Annotated[float, Option(metavar="X", help="Count items as equal if |a-b| <= X.")] = 0.0,
     all_: Annotated[bool, Option("--all", help="Compare A at each place of its run with B.")] = False,
     trust: Trust = False,
 ) -> None:
