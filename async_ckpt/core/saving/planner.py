@@ -114,8 +114,8 @@ def small_archive(state: object, *, step: int, max_bytes: int) -> tuple[bytes, s
     layout = _lay_out(TensorPlan(captured.specs), captured, step)
     if layout.file_bytes > max_bytes:
         raise ValueError(
-            f"driver= would be an archive of {layout.file_bytes:,} bytes; the limit is {max_bytes:,}. "
-            "Put large values into the state"
+            f"driver= is too large, an archive of {layout.file_bytes:,} bytes; the limit is {max_bytes:,}. Put large "
+            "values into the state"
         )
     image = bytearray(layout.file_bytes)
     (plan,) = layout.segments(align_up(layout.file_bytes, BLOCK_BYTES))

@@ -154,8 +154,8 @@ def test_versions_that_others_have_written_are_pulled(line, local):
 # --- watch --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 1e30, "1", None])
-def test_a_time_between_polls_that_no_wait_takes_is_refused(value, tmp_path):
+@pytest.mark.parametrize("value", [0, -1, float("nan"), True, "1", None])
+def test_a_time_between_polls_that_is_none_is_refused(value, tmp_path):
     with Subscriber(tmp_path) as subscriber, pytest.raises(ValueError, match="poll_seconds must be"):
         subscriber.watch(poll_seconds=value)
 
