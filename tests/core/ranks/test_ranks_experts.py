@@ -298,6 +298,7 @@ try:
     here.tell("declared")
 except ValueError as error:
     here.tell(str(error))
+here.meet("told")  # none leaves gloo while another still connects
 """,
     )
     assert [one.told for one in ended[:2]] == [["declared"]] * 2
