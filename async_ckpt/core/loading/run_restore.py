@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from ...errors import CorruptCheckpointError, NotCommittedError, PeerFailedError
 from ..host.pool import SegmentPool
-from ..ranks.meeting import Talk, in_words, step_key
+from ..ranks.meeting import Talk, in_words
 from ..ranks.peers import Ranks
 from ..runs.roots import NOT_GOOD, Roots
 from ..spec import flag
@@ -187,7 +187,7 @@ class RunRestore:
 
         Rank 0 first waits for its own unfinished saves. `skipped` gets steps excluded by marks.
         """
-        key = step_key(number)
+        key = f"{number}/step"  # after so many corrupt ones
         if talk.rank == 0:
             try:
                 self._see_own_saves(meanwhile=talk.take_time)
@@ -256,9 +256,7 @@ def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
 def _send_failure(talk: Talk, step: int, error: BaseException) -> None:
     """Make all ranks fail, without waiting for them: an older step would not help, since the error is not damage."""
     word = json.dumps({"rank": talk.rank, "error": in_words(error)})
-    talk.send(f"{step}/{talk.rank}", word)
-    if talk.rank == 0:
-        talk.send(f"{step}/all", word)
+    talk.send(f"{step}/{talk.rank or 'all'}", word)
 
 
 def _names_of_generators(state: Any) -> Iterator[str]:

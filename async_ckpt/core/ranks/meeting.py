@@ -2,9 +2,9 @@
 
 In: messages, by what they are about. Out: the messages of other ranks. Knows nothing of: saves, archives.
 
-Before its first save rank 0 announces which ranks have equal structures. A message is written once; a rank waits for
-the messages of others until a deadline, and a rank that stays silent until then counts as dead. A rank that must first
-wait for something itself sends keep-alives.
+Before its first save rank 0 announces which ranks have equal structures. A rank waits for the messages of
+others until a deadline, and a rank that stays silent until then counts as dead. A rank that must first wait for
+something itself sends keep-alives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -60,21 +60,20 @@ class Talk:
         self._num_signs = 0  # the keep-alives that this rank has sent, or read
 
     def send(self, key: str, text: str) -> None:
-        """Send a message to all ranks. Each key may be used once."""
+        """Send a message to all ranks. A message with the same key is replaced."""
         self._meeting.messages().send(f"{self._prefix}/{key}", text)
 
     def receive(self, key: str, what: str) -> str:
         """The message of rank 0 with this key, once it is there. Raises PeerFailedError if that takes too long."""
         return self._meeting.receive([f"{self._prefix}/{key}"], what, "restore()", self._has_signed)[0]
 
-    def sent(self, key: str) -> str | None:
-        """The message with this key, if it is there already; also None if the store is gone."""
-        return quietly(lambda: self._meeting.messages().sent(f"{self._prefix}/{key}"))
-
     def receive_of_ranks(self, topic: str, what: str) -> list[str]:
         """On rank 0: the messages of the other ranks on a topic, in order. Raises PeerFailedError as `receive`."""
-        keys = [f"{self._prefix}/{topic}/{rank}" for rank in range(1, self.size)]
-        return self._meeting.receive(keys, what, "restore()", of_ranks=True)
+        return self._meeting.receive(self.keys_of_ranks(topic), what, "restore()", of_ranks=True)
+
+    def keys_of_ranks(self, topic: str) -> list[str]:
+        """The keys of these messages."""
+        return [f"{self._prefix}/{topic}/{rank}" for rank in range(1, self.size)]
 
     def take_time(self) -> None:
         """On rank 0, now and then: send a keep-alive, so that the others wait longer for its next message."""
@@ -85,7 +84,7 @@ class Talk:
 
     def _has_signed(self) -> bool:
         """True if rank 0 has sent another keep-alive."""
-        is_signed = self.rank != 0 and self.sent(self._sign()) is not None
+        is_signed = self.rank != 0 and self._meeting.messages().sent(f"{self._prefix}/{self._sign()}") is not None
         self._num_signs += is_signed
         return is_signed
 
@@ -247,8 +246,7 @@ class Meeting:
         number, self._num_answers = self._num_answers, self._num_answers + 1
         self.messages().send(f"answer/{number}", json.dumps({"about": step, **answer}))
         if number >= _KEPT:
-            self.messages().send("answer/first", str(number - _KEPT + 1))
-            self.messages().forget(f"answer/{number - _KEPT}")
+            self.messages().begin_later("answer", number - _KEPT + 1)
 
     def _answer_about(self, step: int, what: str) -> Sequence[Any]:
         """On another rank: the next answer of rank 0 about `step`, or about a wrong argument."""
@@ -259,9 +257,7 @@ class Meeting:
                     number = first
                     continue
                 if about > step:  # rank 0 is at a later step, and the next calls will match again
-                    raise PeerFailedError(
-                        f"{what}: this rank asks about step {step}, rank 0 about step {about}", rank=0
-                    )
+                    raise PeerFailedError(f"{what}: rank 0 asks about step {about}, this rank about {step}", rank=0)
                 passed = f"; its last one was about step {about}" if about >= 0 else ""
                 (text,) = self.receive([f"answer/{number}"], f"rank 0's word on {what} for step {step}{passed}", what)
             answer: dict[str, Any] = json.loads(text)
@@ -273,13 +269,11 @@ class Meeting:
                 return list(answer["answer"])
             about = answer["about"]
 
-    # --- waiting ------------------------------------------------------------------------------------------
+    # --- restores without a step --------------------------------------------------------------------------
 
     @contextmanager
     def restoring(self, *, talks: bool) -> Iterator[None]:
-        """The block of one restore. It `talks` if it names no step, so that the ranks agree on one. If it raises before
-        all ranks have met, it fails on all of them.
-        """
+        """The block of a restore, which `talks` if it names no step. It fails on all ranks if it raises before that."""
         num_before = self._num_talks
         self._num_tries += talks
         try:
@@ -293,13 +287,12 @@ class Meeting:
     def _does_not_talk(self, error: BaseException) -> None:
         rank, prefix = self.world.rank, _talk_prefix(self._num_talks)
         if rank == 0:
-            self._num_talks += 1
-            self.start.send_later(f"{self.topic}/{prefix}/met", json.dumps([_restore_failed(0, error), None]))
-        elif isinstance(error, PeerFailedError):  # this rank has restored alone
-            quietly(lambda: self.messages().forget(f"{prefix}/here/{rank}"))
-        else:
-            here = json.dumps([self._num_tries, _restore_failed(rank, error)[1]])
+            self._send_met((0, _restore_failed(0, error)), None)
+        elif not isinstance(error, PeerFailedError):
+            here = json.dumps([self._num_tries, _restore_failed(rank, error)])
             self.start.send_later(f"{self.topic}/{prefix}/here/{rank}", here)
+        elif self._messages is not None:  # this rank has restored alone
+            self._messages.forget(f"{prefix}/here/{rank}")
 
     def talk(self) -> Talk | None:
         """Meet all ranks for a restore that names no step; None for a single rank. In the block of `restoring`.
@@ -336,13 +329,21 @@ class Meeting:
                 if why:
                     raise PeerFailedError(why, rank=rank)
         except BaseException as error:
-            failed = (error.rank, str(error)) if isinstance(error, PeerFailedError) else _restore_failed(0, error)
-            texts = texts or [talk.sent(f"here/{rank}") for rank in range(1, self.world.size)]
+            failed = (error.rank, str(error)) if isinstance(error, PeerFailedError) else (0, _restore_failed(0, error))
+            texts = texts or quietly(lambda: self.messages().each_sent(talk.keys_of_ranks("here"))) or ()
             raise
         finally:
-            self._num_talks += 1
-            tries = {rank: json.loads(text)[0] if text else 0 for rank, text in enumerate(texts, 1)}
-            talk.send("met", json.dumps([failed, {rank: number for rank, number in tries.items() if number != 1}]))
+            self._send_met(failed, {n: json.loads(text)[0] if text else 0 for n, text in enumerate(texts, 1)})
+
+    def _send_met(self, failed: tuple[int, str] | None, tries: Mapping[int, int] | None) -> None:
+        """On rank 0: tell the others why the restore has failed, and which of their calls it has met: 0 for none, None
+        for any. Does not wait.
+        """
+        odd = None if tries is None else {rank: number for rank, number in tries.items() if number != 1}
+        self.start.send_later(f"{self.topic}/{_talk_prefix(self._num_talks)}/met", json.dumps([failed, odd]))
+        self._num_talks += 1
+
+    # --- waiting ------------------------------------------------------------------------------------------
 
     def receive(
         self,
@@ -395,19 +396,14 @@ class Meeting:
         return self.messages().receive(keys, go_on)
 
 
-def step_key(number: int) -> str:
-    """The key of the message in which rank 0 names the step that a restore tries after `number` corrupt ones."""
-    return f"{number}/step"
-
-
 def _talk_prefix(number: int) -> str:
     """The prefix of the messages of the restore that follows `number` others."""
     return f"restore/{number}"
 
 
-def _restore_failed(rank: int, error: BaseException) -> tuple[int, str]:
-    """A rank on which a restore has failed, and the message of this for the other ranks."""
-    return rank, f"restore() has failed on rank {rank}: {in_words(error)}"
+def _restore_failed(rank: int, error: BaseException) -> str:
+    """The message to the other ranks that a restore has failed on this one."""
+    return f"restore() has failed on rank {rank}: {in_words(error)}"
 
 
 def in_words(error: BaseException) -> str:

@@ -137,10 +137,8 @@ def forked_error() -> ClosedError:
 
 
 class Messages:
-    """Messages of ranks by keys with one prefix; each key is written once. The methods block, and must not be called on
-    the loop.
-
-    All of them raise PeerFailedError if the store is gone, or does not answer for SILENCE_SECONDS.
+    """Messages of ranks by keys with one prefix. `forget` and `begin_later` do not wait. All other methods block, and
+    raise PeerFailedError if the store is gone, or does not answer for SILENCE_SECONDS. None may be called on the loop.
     """
 
     def __init__(self, connection: Connection, prefix: str) -> None:
@@ -151,31 +149,39 @@ class Messages:
 
     def receive(self, keys: Sequence[str], wait: Callable[[float], None]) -> list[str]:
         """The messages with these keys, once all are there. `wait` gets the seconds between looks, and may raise."""
-        pauses = growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
-        while (texts := self._sent(keys, wait)) is None:
-            wait(next(pauses))
-        return texts
-
-    def forget(self, key: str) -> None:
-        """Delete a message that no rank reads any more. Deleting a missing key is no error."""
-        self._answer(lambda store: store.delete_key(f"{self._prefix}/{key}"))
-
-    def sent(self, key: str) -> str | None:
-        """The message with this key, if it is there already."""
-        texts = self._sent([key])
-        return None if texts is None else texts[0]
-
-    def missing(self, keys: Sequence[str]) -> list[str]:
-        """The given keys that are not there yet."""
-        return self._answer(lambda store: [key for key in keys if not store.check([f"{self._prefix}/{key}"])])
-
-    def _sent(self, keys: Sequence[str], wait: Callable[[float], None] = lambda _: None) -> list[str] | None:
         full = [f"{self._prefix}/{key}" for key in keys]
 
         def look(store: Any) -> list[str] | None:
             return [text.decode() for text in store.multi_get(full)] if store.check(full) else None
 
-        return self._answer(look, lambda: wait(0.0))
+        pauses = growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
+        while (texts := self._answer(look, lambda: wait(0.0))) is None:
+            wait(next(pauses))
+        return texts
+
+    def forget(self, key: str) -> None:
+        """Delete a message that no rank reads any more. Deleting a missing key is no error."""
+        self._connection.ask(lambda store: store.delete_key(f"{self._prefix}/{key}"))
+
+    def begin_later(self, topic: str, first: int) -> None:
+        """Delete the numbered message before `first` on a topic, and note at `topic/first` where the topic begins."""
+        self._connection.ask(lambda store: store.set(f"{self._prefix}/{topic}/first", str(first)))
+        self.forget(f"{topic}/{first - 1}")
+
+    def sent(self, key: str) -> str | None:
+        """The message with this key, if it is there already."""
+        return self.each_sent([key])[0]
+
+    def each_sent(self, keys: Sequence[str]) -> list[str | None]:
+        """The message with each key, or None if it is not there yet."""
+        full = [f"{self._prefix}/{key}" for key in keys]
+        return self._answer(
+            lambda store: [store.multi_get([key])[0].decode() if store.check([key]) else None for key in full]
+        )
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """The given keys that are not there yet."""
+        return self._answer(lambda store: [key for key in keys if not store.check([f"{self._prefix}/{key}"])])
 
     def _answer(self, call: Ask[T], goes_on: Callable[[], None] = lambda: None) -> T:
         future = self._connection.ask(call)

@@ -127,8 +127,23 @@ def test_an_answer_is_that_about_the_same_step_whatever_calls_a_rank_has_missed_
     for step in (1, 2, 3):
         first.answer_of_rank_0("due", step, lambda step=step: [step])
     assert second.answer_of_rank_0("due", 2, list) == [2]  # 1 was missed
-    with pytest.raises(PeerFailedError, match="this rank asks about step 2, rank 0 about step 3"):
+    with pytest.raises(PeerFailedError, match="rank 0 asks about step 3, this rank about 2"):
         second.answer_of_rank_0("due", 2, list)  # made twice
     assert second.answer_of_rank_0("due", 3, list) == [3]
     first.answer_of_rank_0("due", 1, lambda: [1])  # after a rollback
     assert second.answer_of_rank_0("due", 1, list) == [1]
+
+
+def test_a_restore_that_rank_0_never_answers_waits_for_it_once(monkeypatch):
+    waits: list[str] = []
+
+    def gives_up(start, future, what, *_):
+        waits.append(what)
+        raise PeerFailedError("waited", rank=0)
+
+    monkeypatch.setattr(meeting, "wait_for_rank_0", gives_up)
+    store = dist.HashStore()
+    second = Meeting((1, 2), store=store)
+    with pytest.raises(PeerFailedError), second.restoring(talks=True):
+        second.talk()
+    assert waits == ["the first save or restore of rank 0"]

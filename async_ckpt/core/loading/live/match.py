@@ -728,7 +728,7 @@ class Match:
             converter = OptimizerConverter(live, saved, self._names, self._state_dicts.of)
             if why := another_kind(live, saved, converter.known_names, self._classes(path)):
                 raise ValueError(why)
-            saved = converter.convert(saved, is_of_some=lambda key: (*path, key) in self.archive.of_some)
+            saved = converter.convert(is_of_some=lambda key: (*path, key) in self.archive.of_some)
             if is_plain_optimizer(live):
                 return self._optimizer(live, saved, path)
             state = self._own_state(live, saved, lambda own: converter.with_room(own, saved, self._room_for))

@@ -87,9 +87,9 @@ class OptimizerConverter:
     ) -> None:
         """`names` returns the names of parameters in live modules; `state_dict_of`, the optimizer's state dict."""
         self._optimizer, self._names_beside = optimizer, names
-        self._saved = _parsed(saved)
+        self._saved, self._state = saved, _parsed(saved)
         self._own: Any = None  # the optimizer's state dict, if it was taken
-        self._form = None if self._saved is None else self._live_form(state_dict_of)
+        self._form = None if self._state is None else self._live_form(state_dict_of)
 
     def _live_form(self, state_dict_of: Callable[[Any], Any]) -> Form | None:
         live = self._optimizer
@@ -101,12 +101,12 @@ class OptimizerConverter:
         own = _parsed(self._own)
         return None if own is None else own.form
 
-    def convert(self, saved: Any, *, is_of_some: Callable[[str], bool]) -> Any:
+    def convert(self, *, is_of_some: Callable[[str], bool]) -> Any:
         """The saved state in the optimizer's form, without flat entries of parameters that only other ranks have.
 
         Raises ValueError, with a message for the user, if a parameter has no name, or if the groups differ.
         """
-        state, form = self._saved, self._form
+        saved, state, form = self._saved, self._state, self._form
         if state is not None and state.form is Form.NUMBERED:
             _refuse_odd_names(saved["param_groups"])
         if state is None or form is None:
