@@ -19,7 +19,7 @@ def sized(num_bytes: float) -> str:
     for unit, factor, digits in (("GB", 1e9, 2), ("MB", 1e6, 1), ("kB", 1e3, 1)):
         if num_bytes >= 0.99995 * factor:  # so that 999,950 bytes are "1.0 MB", not "1000.0 kB"
             return f"{num_bytes / factor:.{digits}f} {unit}"
-    return f"{num_bytes:.0f} bytes"
+    return f"{num_bytes:.0f} byte{'' if round(num_bytes) == 1 else 's'}"
 
 
 def bandwidth(num_bytes: float | None, seconds: float | None) -> float | None:

@@ -23,6 +23,7 @@ from ..spec import MIB
 from ..staging.device import flat_bytes, flat_items
 from .archives.contents import Contents
 from .fill import Wanted
+from .live.containers import take_actions
 
 T = TypeVar("T")
 # Smaller tensors are sent together in one message.
@@ -125,9 +126,7 @@ class Sharing:
             read_all(result)
         else:
             self._broadcast(share.items)
-            with torch.no_grad():
-                for action in share.actions:
-                    action()
+            take_actions(share.actions)
         return result
 
     def _broadcast(self, items: Sequence[Item]) -> None:

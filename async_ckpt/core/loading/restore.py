@@ -25,7 +25,7 @@ from ..timing import Spans
 from .archives.contents import Contents, Part, found_in
 from .broadcast import Item, Share, Sharing
 from .fill import Wanted, fill, planned
-from .live.containers import is_array, is_buffer, is_list, is_mapping, with_left_out
+from .live.containers import is_array, is_buffer, is_list, is_mapping, take_actions, with_left_out
 from .live.match import Match
 from .load import Verify, check_lent, check_select
 
@@ -88,9 +88,8 @@ def restore_state(
     try:
         with spans.span("read"):
             fill(plan, pool=pool)
-        with spans.span("fill"), torch.no_grad():
-            for action in actions if share is None else ():
-                action()
+        with spans.span("fill"):
+            take_actions(actions if share is None else ())
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
             f"{error} - and the live state is partly overwritten by now: restore another step before training on",

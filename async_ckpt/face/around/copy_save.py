@@ -185,7 +185,8 @@ class WeightsSave(CopySave):
     @property
     def progress(self) -> Progress:
         staged = self._total_bytes if self.staged.done() else 0
-        return Progress(self._total_bytes, staged, self._num_bytes)
+        # Small files and headers are written, too, and may be larger than the weights.
+        return Progress(max(self._total_bytes, self._num_bytes), staged, self._num_bytes)
 
     def _release_weights(self) -> None:
         """Release the copies, and the optimizers that wait for them."""

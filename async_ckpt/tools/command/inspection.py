@@ -61,7 +61,8 @@ def show(place: Place, *, names: Sequence[str] | None, stats: bool, as_json: boo
     if items is not None:
         print(items)
         for stored in rows[0].places:
-            print_text(f"{stored.file}: {stored.num_bytes:,} bytes from {stored.offset:,}", "dim")
+            unit = "byte" if stored.num_bytes == 1 else "bytes"
+            print_text(f"{stored.file}: {stored.num_bytes:,} {unit} from {stored.offset:,}", "dim")
     else:
         print_text(_totals(rows, files), "dim")
 

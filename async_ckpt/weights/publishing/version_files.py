@@ -210,7 +210,7 @@ class VersionSource:
     def corrupt(self, file: str, why: str, *, tensors: tuple[str, ...] = ()) -> CorruptCheckpointError:
         path = f"{self.path}/{file}"
         return CorruptCheckpointError(
-            f"{path}: {why}; the previous weights are still here: publish an anchor, or pull another version",
+            f"{path}: {why}; readers keep the weights that they have: publish an anchor, or pull another version",
             path=path,
             tensors=tensors,
         )

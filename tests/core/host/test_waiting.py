@@ -319,6 +319,7 @@ def test_waiting_for_nothing_takes_no_time(timer):
     ("progress", "shown"),
     [
         (Progress(0, 0, 0), "0 bytes written"),
+        (Progress(0, 0, 1), "1 byte written"),
         (Progress(0, 0, 5_000_000), "5.0 MB written"),
         (Progress(10_000_000, 0, 5_000_000), "50% written, 5.0 MB of 10.0 MB"),
         (Progress(4096, 0, 1024), "25% written, 1.0 kB of 4.1 kB"),

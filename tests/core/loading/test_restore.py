@@ -422,6 +422,27 @@ def test_a_mismatch_is_not_passed_over_for_an_older_step(ckpt):
 # --- steps -------------------------------------------------------------------------------------------------------
 
 
+def test_an_object_that_refuses_its_saved_values_raises_its_own_error_with_the_state_of_things(ckpt):
+    class Counts:
+        refuses = False
+
+        def state_dict(self):
+            return {"seen": 3}
+
+        def load_state_dict(self, saved):
+            if self.refuses:
+                raise RuntimeError("a newer program wrote this")
+
+    live = {"weight": torch.ones(3), "counts": Counts()}
+    ckpt.save(live, step=1).result()
+    live["weight"].zero_()
+    live["counts"].refuses = True
+    with pytest.raises(RuntimeError, match="a newer program wrote this") as caught:
+        ckpt.restore(live)
+    assert "The state is partly overwritten by now" in "".join(caught.value.__notes__)
+    assert live["weight"].tolist() == [1, 1, 1]  # as the note says
+
+
 def test_an_empty_run_restores_nothing_and_says_so(ckpt, tmp_path):
     live = {"w": torch.zeros(2)}
     assert ckpt.restore(live) is None

@@ -179,6 +179,13 @@ def test_weights_of_several_files_are_followed(root, tmp_path, monkeypatch):
     assert len(index_at(line.folder(2)).tensor_files) > 1
 
 
+def test_no_more_than_all_of_a_version_is_written_however_small_its_weights_are(root):
+    with Publisher(root) as publisher:
+        handles = [publisher.publish({"w": torch.full((2,), float(n))}, version=n) for n in (1, 2)]
+        assert [handle.result().num_bytes > 8 for handle in handles] == [True, True]
+    assert [handle.progress.fraction <= 1 for handle in handles] == [True, True]
+
+
 @ENCODINGS
 def test_what_is_not_changed_costs_nothing_on_disk(encoding, root):
     state = {f"{i}.weight": torch.randn(300, 300) for i in range(4)}

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ....errors import CorruptCheckpointError
 from ...pickles.object_digests import object_digests
 from ...state.capture import pickled
 from ...state.generators import is_generator
@@ -57,6 +58,24 @@ class Change(NamedTuple):
             with suppress(Exception):
                 self.undo()
         return None
+
+
+def take_actions(actions: Iterable[Callable[[], None]]) -> None:
+    """Take the actions that follow once all tensors are filled. If one of them fails, its error says what that means.
+    Most likely, it is the error of an object's own `load_state_dict`.
+    """
+    with torch.no_grad():
+        for action in actions:
+            try:
+                action()
+            except CorruptCheckpointError:  # the values are wrong, not the object
+                raise
+            except Exception as error:
+                error.add_note(
+                    "async_ckpt: this comes from an object of the live state, which refuses its saved values. The "
+                    "state is partly overwritten by now: restore another step, or mend the object, before training on"
+                )
+                raise
 
 
 # --- kinds --------------------------------------------------------------------------------------------------------
