@@ -74,6 +74,8 @@ class _Saved(NamedTuple):
     extent: Extent
     digest: bytes
     archive_name: str
+    run: Run
+    """The run at the place of that commit, which may be another place than that of the next save."""
     location: GroupLocation
 
     def is_of(self, other: _Candidate) -> bool:
@@ -165,7 +167,8 @@ class TakenOver:
         found = self.digests.result(self.of_blocks)
         for i, (key, look, sample, storage) in self.written.items():
             location = GroupLocation(_group(key[0]), step, run.folder(step), named, in_part=True)
-            self._known[key] = _Saved(look, sample, storage, self._extents[i], found[str(i)].here, own.name, location)
+            digest = found[str(i)].here
+            self._known[key] = _Saved(look, sample, storage, self._extents[i], digest, own.name, run, location)
 
 
 class UnchangedTensors:
@@ -199,7 +202,8 @@ class UnchangedTensors:
         """
         candidates = [one for one in _candidates(captured, frozen) if one.key not in self._distrusted]
         known = self._known.copy()
-        gone = {one for one in {saved.location for saved in known.values()} if not still_lends(run, (one,))}
+        places = {(saved.run, saved.location) for saved in known.values()}
+        gone = {lent for place, lent in places if place is not run or not still_lends(run, (lent,))}
         same = {
             one.key: saved
             for one in candidates

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from frozen import Adapted, train
+from racing import PATIENCE
 from states import open_run
 
 import async_ckpt
@@ -19,11 +20,13 @@ from async_ckpt import (
     AsyncCheckpointer,
     CorruptCheckpointError,
     NotCommittedError,
+    Place,
     StorageUnavailableError,
     TornSnapshotError,
 )
 from async_ckpt.core.runs.run import Run
 from async_ckpt.core.saving import taken_over
+from async_ckpt.core.saving.tiers import Tiers
 
 BASE = 2 << 20  # bytes that a step with the base has at least, and one without it has not
 
@@ -332,11 +335,60 @@ def test_such_a_save_is_whole(tmp_path, model, how):
         assert save(ckpt, model, 10) < BASE / 10
 
 
-def test_steps_at_several_places_are_whole(tmp_path, model):
-    with AsyncCheckpointer([tmp_path / "near", tmp_path / "far"]) as ckpt:
+def test_each_of_several_places_gets_a_frozen_base_once_and_before_the_steps_that_borrow_it(tmp_path, model):
+    roots = [tmp_path / "near", tmp_path / "middle", tmp_path / "far"]
+    far = Place(str(roots[2]), compression="zstd", every=2, keep=2)
+    with AsyncCheckpointer([*roots[:2], far], keep=2) as ckpt:
+        sizes = [save(ckpt, model, 1)]
+        for step in range(2, 8):
+            train(model)
+            sizes.append(save(ckpt, model, step))
+        ckpt.save({"model": model, "step": 8}, 8).at(roots[2]).result(PATIENCE)
+    assert sizes[0] > BASE > 10 * max(sizes[1:])
+    for root in roots:
+        assert lenders(root, 8) == {1}
+        with open_run(root) as alone:
+            assert {1, 8} < {*alone.steps()}
+        async_ckpt.verify(root)
+    for root in roots[:2]:
+        shutil.rmtree(root)
+    lost = Adapted()
+    with AsyncCheckpointer([*roots[:2], far], keep=2) as ckpt:
+        assert ckpt.restore({"model": lost, "step": 0}) == 8
+        assert_has(lost.state_dict(), model)
+        assert save(ckpt, lost, 9) > BASE
+        assert save(ckpt, lost, 10) < BASE / 10
+
+
+def test_a_save_is_whole_if_it_goes_to_another_place_than_the_one_before(tmp_path, model, monkeypatch):
+    roots = [tmp_path / "near", tmp_path / "far"]
+    with AsyncCheckpointer(roots) as ckpt:
+        near = ckpt._roots.runs[0]
+        handles = [ckpt.save({"model": model}, step) for step in (1, 2)]
+        has_room = Tiers._has_room
+        monkeypatch.setattr(Tiers, "_has_room", lambda tiers, run: run is not near and has_room(tiers, run))
+        handles += [ckpt.save({"model": model}, step) for step in (3, 4)]
+        monkeypatch.undo()
+        handles += [ckpt.save({"model": model}, step) for step in (5, 6)]
+        reports = [handle.result() for handle in handles]
+    assert [Path(report.path).parents[1].name for report in reports] == ["near", "near", "far", "far", "near", "near"]
+    assert [report.num_bytes > BASE for report in reports] == [True, False] * 3
+    for step in (2, 4, 6):
+        assert_has(async_ckpt.load(Path(reports[step - 1].path).parent)["model"], model)
+    assert lenders(roots[1], 6) == {5}
+
+
+def test_a_damaged_archive_that_lends_a_tensor_is_read_from_the_next_place(tmp_path, model):
+    roots = [tmp_path / "near", tmp_path / "far"]
+    with AsyncCheckpointer(roots) as ckpt:
         for step in (1, 2):
-            assert ckpt.save({"model": model}, step).result().num_bytes > BASE
-            assert_has(ckpt.load(step)["model"], model)
+            ckpt.save({"model": model}, step).at(roots[1]).result(PATIENCE)
+        (archive,) = (roots[0] / "step_00000001").glob("*.tar")
+        data = bytearray(archive.read_bytes())
+        data[len(data) // 2] ^= 1
+        archive.write_bytes(data)
+        with pytest.warns(RuntimeWarning, match="is read from another place"):
+            assert_has(ckpt.load(2)["model"], model)
 
 
 def test_snapshots_parts_and_means_are_whole(tmp_path, model):
@@ -409,6 +461,7 @@ import os, signal, sys
 import torch
 from states import open_run
 from frozen import Adapted, train
+from racing import PATIENCE
 torch.manual_seed(0)
 model = Adapted()
 with open_run(sys.argv[1]) as ckpt:
