@@ -339,8 +339,8 @@ class UnchangedGroups:
     def without(self, state: Any, call: StepCall, number: int, *, run: Run) -> tuple[Any, tuple[GroupLocation, ...]]:
         """The state without the unchanged groups of a call that this run already has, and the archives that have them.
 
-        Several ranks must borrow the same groups, so they all refer to the last commit; rank 0 refuses the save if it
-        goes to a place that does not have them. Raises ValueError for a name that is not a group of the state,
+        Several ranks must borrow the same groups, so they all refer to the last commit. If the save goes to another
+        place, rank 0 copies that commit there. Raises ValueError for a name that is not a group of the state,
         NotUnchangedError for a group that has changed.
         """
         names = call.unchanged

@@ -217,9 +217,7 @@ class StepRequest(SaveRequest):
 
     def taken_over(self, captured: Capture, whole: Capture) -> Capture:
         lineage, call = self._lineage, self._call
-        # Other ranks than 0 learn too late at which place a step goes.
-        is_at_known_place = call.joint is None or lineage.has_one_root
-        if not self._looks_for_unchanged or whole.completions or not is_at_known_place:
+        if not self._looks_for_unchanged or whole.completions:
             lineage.tensors.forget()
             return captured
         # A step that replaces or retires others must not depend on them, so it is written whole.

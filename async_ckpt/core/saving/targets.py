@@ -327,6 +327,10 @@ class StepTarget(JointTarget):
             return
         if self._agreement.has_others:
             self.run.check_taken()  # the other ranks learn of a commit from its manifest, so it must not be void
+            if self.has_further_places:  # the other ranks have expected the place of the last commit
+                borrowed = {lent.step for lent in self.contents.lent()}.union(step for _, step in self._agreement.lent)
+                for step in sorted(borrowed):
+                    self._lineage.tiers.bring(self.run, step)
         elsewhere = (*self.contents.lent(), *self._lent_to_others(), *self._write_driver())
         manifest = self._put_manifest(archive, times, elsewhere)
         self._close_driver()
@@ -508,6 +512,8 @@ def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> StepTarget:
             mover = lineage.tiers.next_mover(runs[joint.place])
             joint.follows = mover is not None and mover.may_follow(call.step)
             joint.makes_room = runs[joint.place].keep.free is not None
+        else:
+            joint.place = lineage.tiers.nearest
         from ..ranks.agreement import Agreement
 
         ranks.calls.plan(joint)

@@ -68,6 +68,7 @@ class Tiers:
     ) -> None:
         """`in_flight` lists the steps that retention must not delete at a place. With several ranks, rank 0 copies."""
         self.runs, self._calls, self._in_flight = roots.runs, ranks.calls, in_flight
+        self._roots, self._copy_step = roots, copy_step
         self._lock = threading.Lock()
         self._out: dict[Run, _Out] = {}  # places that are skipped; under _lock
         self._num_bytes = 0  # the size of the last committed step
@@ -176,6 +177,29 @@ class Tiers:
             arrivals.arrived(step)
         else:
             arrivals.fail_impatient(why, step)
+
+    @property
+    def nearest(self) -> int:
+        """The number of the place of the last commit."""
+        return self.runs.index(self._near)
+
+    def bring(self, run: Run, step: int) -> None:
+        """Copy a step to a place where another step that borrows from it is about to be committed, unless it is there.
+
+        Raises the error of the nearest other place that has it.
+        """
+        if run.committed(step) is not None:
+            return
+        errors: list[CheckpointError] = []
+        for source in self._roots.holding(step):
+            try:
+                with run.copying:
+                    self._copy_step(source, run, step)
+            except CheckpointError as error:
+                errors.append(error)
+            else:
+                return
+        raise errors[0]
 
     def wake(self, after: Run | None = None) -> None:
         """Begin to copy steps from nearer places to the places behind `after`, or to all."""

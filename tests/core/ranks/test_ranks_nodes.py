@@ -354,6 +354,40 @@ ckpt.close()
     assert told(run(worlds, tmp_path, "bbaa", script)) == [[3]] * 4
 
 
+@pytest.mark.parametrize("lost", ["near", "far", "a node"])
+def test_a_frozen_base_that_steps_borrow_from_lies_on_the_nodes_and_at_the_place_behind_them(worlds, tmp_path, lost):
+    model = """
+from torch.distributed.fsdp import fully_shard
+model = torch.nn.Sequential(torch.nn.Linear(1500, 1500, bias=False), torch.nn.Linear(1500, 3, bias=False))
+model[0].requires_grad_(False)
+fully_shard(model)
+"""
+    script = f"""{model}
+ckpt = opened(keep=1)
+for step in (1, 2, 3):
+    with torch.no_grad():
+        model[1].weight.fill_(step)
+    handle = ckpt.save({{"model": model}}, step)
+    here.tell(handle.result().num_bytes)
+handle.at(ROOT / "far").result(PATIENCE)
+torch.save(model[0].weight.full_tensor(), ROOT / f"base{{here.rank}}.pt")
+ckpt.close()
+"""
+    sizes = told(run(worlds, tmp_path, "aabb", script, patience=60))
+    assert all(first > 9_000_000 > 100 * third for first, _, third in sizes)
+
+    for folder in {"near": tmp_path.glob("node*"), "far": [tmp_path / "far"], "a node": [tmp_path / "nodeb"]}[lost]:
+        shutil.rmtree(folder)
+    script = f"""{model}
+ckpt = opened()
+here.tell(ckpt.restore({{"model": model}}))
+assert torch.equal(model[0].weight.full_tensor(), torch.load(ROOT / "base0.pt"))
+assert model[1].weight.full_tensor().unique().tolist() == [3]
+ckpt.close()
+"""
+    assert told(run(worlds, tmp_path, "aabb", script)) == [[3]] * 4
+
+
 def test_a_refusal_stays_one(worlds, tmp_path):
     """The folder of rank 0's node is another run's: a second try does not restore from it, either."""
     with open_run(tmp_path / "nodea" / "run") as ckpt:

@@ -108,3 +108,38 @@ def test_a_write_past_the_counter_on_one_rank_fails_the_save_of_all(worlds):
     assert "TornSnapshotError" in told[0].saves[1]["text"]
     assert open_run(worlds.root).steps() == [1, 3]
     assert_is_saved(worlds.root, 3)
+
+
+PLACES = """
+from async_ckpt.core.saving.tiers import Tiers
+has_room, is_full = Tiers._has_room, []
+Tiers._has_room = lambda tiers, run: run not in is_full and has_room(tiers, run)
+"""
+
+
+@pytest.mark.parametrize("make", [FSDP2, REPLICATED], ids=["FSDP2", "replicated"])
+def test_at_several_places_a_frozen_base_is_where_the_steps_are_that_borrow_it(worlds, tmp_path, make):
+    """Rank 0 alone chooses the place: the other ranks expect that of the last commit, and borrow from a step there."""
+    near, far = (str(tmp_path / name) for name in ("near", "far"))
+    script = f"""
+    with open_run([{near!r}, {far!r}]) as ckpt:
+        for step in range(1, 8):
+            is_full[:] = [ckpt._roots.runs[0]] if step in (3, 4) else []
+            trained()
+            keep_full(state, f"{{here.root}}.{{step}}.pt")
+            here.tell(ckpt.save(state, step).result().path)
+    """
+    told = worlds.run(2, make + PLACES + dedent(script))
+
+    assert [path.startswith(far) for path in told[0].told] == [step in (3, 4) for step in range(1, 8)]
+    for root, steps in ((near, (1, 2, 5, 6, 7)), (far, (3, 4, 7))):
+        assert {*steps} <= {*open_run(root).steps()}
+        for step in steps:
+            found = async_ckpt.load(f"{root}/step_{step:08d}", select="model")["model"]
+            want = torch.load(f"{worlds.root}.{step}.pt")
+            assert (
+                difference({f"model.{name}": found[name] for name in sorted(found)}, dict(sorted(want.items()))) is None
+            )
+        async_ckpt.verify(root)
+        assert size_of(root, 7) < size_of(near, 1) / 10
+    assert size_of(near, 2) < size_of(near, 1) / 10
