@@ -36,14 +36,13 @@ FLOORS: list[tuple[str, ...]] = [
     ("core.pickles",),  # pickles
     ("core.backends",),  # devices
     (
-        "core.spec", "core.fields", "core.report", "errors", "core.timing", "core.trace", "core.garbage", "core.notebooks",
+        "core.spec", "core.fields", "core.report", "errors", "core.timing", "core.trace", "core.garbage",
     ),  # values
 ]  # fmt: skip
 # What imports from another room on its own floor, or, on first use, from one above.
 NEIGHBOURS = {
     "__init__": {"face", "files", "weights"},
     "__main__": {"tools"},
-    "core.report": {"core.notebooks"},
     "core.trace": {"core.timing"},
     "files": {"face"},
 }
@@ -215,7 +214,7 @@ def test_wings_take_few_names_out_of_the_modules_of_plumbing():
 # the order of loaders, FSDP1 and DeepSpeed below the Trainer, digests that are compared before a resume, what the
 # command says of broken steps, second names and other trainings, marks, room on disks, a mean of the weights, trackers,
 # tensors that are taken over, restores for which all ranks meet, and errors in words for some ninety unusual inputs.
-MOST_LINES = {"core": 40_670, "": 81_714}
+MOST_LINES = {"core": 40_657, "": 81_693}
 
 
 def test_the_house_does_not_grow():
@@ -442,7 +441,7 @@ print(*[t.name for t in __import__("threading").enumerate()])
 
 # Modules of the library that the checkpointer of a training brings along, each about half a millisecond of its start.
 # The number may only fall.
-MOST_MODULES = 134
+MOST_MODULES = 132
 # Parts that a training on one rank, at one place, does without.
 BY_NEED = {
     "core.ranks.agreement", "core.ranks.shared_values", "core.state.division", "core.saving.file_target",

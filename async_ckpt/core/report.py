@@ -5,11 +5,10 @@ In: measured numbers. Out: frozen reports. Knows nothing of: the measurement.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from math import nan
 from typing import Any, Final, Literal
-
-from .notebooks.markup import bars, paragraph, table
 
 _NO_NUMBERS: Final = ("status", "step", "path", "destinations", "unchanged_groups")
 
@@ -30,6 +29,28 @@ def bandwidth(num_bytes: float | None, seconds: float | None) -> float | None:
     return num_bytes / seconds if num_bytes and seconds else None
 
 
+def paragraph(text: str) -> str:
+    """A paragraph of HTML."""
+    from html import escape  # lazy: its table of entities takes milliseconds, and no save needs it
+
+    return f"<p>{escape(text)}</p>"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in HTML. If `columns` is empty, the first text of each row is its heading. Texts are escaped, since names
+    and messages may come from untrusted checkpoints.
+    """
+    from html import escape
+
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    lines = [f"<thead><tr>{head}</tr></thead>"] if columns else []
+    for first, *texts in rows:
+        tag = "td" if columns else "th"
+        cells = [f"<{tag}>{escape(first)}</{tag}>", *(f"<td>{escape(text)}</td>" for text in texts)]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
 class _NotebookText:
     """A value that IPython shows as text, and notebooks as text above a table of its fields."""
 
@@ -40,13 +61,10 @@ class _NotebookText:
 
     def _repr_html_(self) -> str:
         rows = [(name, shown) for name, value in self._fields().items() if (shown := _in_cell(name, value))]
-        return f"{paragraph(str(self))}{self._picture()}{table((), rows)}"
+        return f"{paragraph(str(self))}{table((), rows)}"
 
     def _fields(self) -> dict[str, Any]:
         return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
-
-    def _picture(self) -> str:
-        return ""
 
 
 def _in_cell(name: str, value: Any) -> str:
@@ -151,11 +169,6 @@ class SaveReport(_NotebookText):
         for name in (*names, "bandwidth"):
             row[name] = nan if skipped and name != "stall_seconds" else float(getattr(self, name))
         return {prefix + key: value for key, value in row.items()}
-
-    def _picture(self) -> str:
-        names = ("stall", "stage", "write", "commit", "total")
-        seconds = [(name, float(getattr(self, f"{name}_seconds"))) for name in names]
-        return "" if self.status == "skipped" else bars("seconds of the parts of the save, which overlap", seconds)
 
     def __str__(self) -> str:
         if self.status == "skipped":

@@ -17,8 +17,7 @@ from typing import Any, Final
 from ..core.events.goodput import Goodput, goodput_of
 from ..core.events.kinds import Event, bandwidth_of
 from ..core.events.log import EventLog
-from ..core.notebooks.markup import line, paragraph, table
-from ..core.report import sized
+from ..core.report import paragraph, sized, table
 from ..core.runs.manifest import Manifest
 from ..core.runs.root import formats_at
 from ..core.runs.roots import Roots
@@ -29,9 +28,7 @@ from ..core.timing import shown_time, wall_time
 from ..errors import StorageUnavailableError
 
 _COLUMNS: Final = ("time", "kind", "step", "")
-# In a notebook: how many of the last events the table shows, and how many the pictures show.
-_SHOWN: Final = 20
-_DRAWN: Final = 480
+_SHOWN: Final = 20  # events in a notebook's table
 
 
 class History(list[Event]):
@@ -54,16 +51,10 @@ class History(list[Event]):
         saves = [one for one in self if one["kind"] == "save"]
         stalls = [one["stall_seconds"] for one in saves if one["stall_seconds"] is not None]
         bandwidths = [*filter(None, map(bandwidth_of, saves))]
-        pictures = [
-            paragraph(f"{name}, the last {shown(values[-1])}")
-            + line(f"{name} of each of the last saves", values[-_DRAWN:])
-            for name, values, shown in (
-                ("stall", stalls, _in_ms),
-                ("bandwidth", bandwidths, lambda bandwidth: f"{sized(bandwidth)}/s"),
-            )
-            if values
-        ]
-        return "".join([paragraph(_in_words(self)), *pictures, table(_COLUMNS, map(_row, reversed(self[-_SHOWN:])))])
+        last = [f"last stall {_in_ms(stalls[-1])}"] if stalls else []
+        last += [f"last bandwidth {sized(bandwidths[-1])}/s"] if bandwidths else []
+        words = "; ".join([_in_words(self), *last])
+        return f"{paragraph(words)}{table(_COLUMNS, map(_row, reversed(self[-_SHOWN:])))}"
 
 
 def _in_words(events: Sequence[Event]) -> str:

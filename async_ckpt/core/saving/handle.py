@@ -24,8 +24,7 @@ from ...errors import ClosedError, UsageError
 from ..host.loop import get_loop, off_loop
 from ..host.threads import is_library_thread, running_future
 from ..host.waits import ENDS_THE_WAIT, Wait, wait_for
-from ..notebooks.markup import bars, paragraph
-from ..report import Progress, SaveReport
+from ..report import Progress, SaveReport, paragraph
 from ..storage.place import Anywhere
 from .tiers import Tiers
 
@@ -203,11 +202,8 @@ class SaveHandle(Future[SaveReport]):
         if self.done() and super().exception() is None:
             self.looked_at = True
             return super().result()._repr_html_()
-        progress = self.progress
-        parts = [("staged", float(progress.staged_bytes)), ("written", float(progress.written_bytes))]
-        total = [("total", float(progress.total_bytes))] if progress.total_bytes else []
         error = f": {super().exception()}" if self.done() else ""
-        return f"{paragraph(repr(self) + error)}{bars('bytes of the archive so far', [*parts, *total])}"
+        return f"{paragraph(repr(self) + error)}{self.progress._repr_html_()}"
 
     def __repr__(self) -> str:
         label = self.path if self.step is None else f"step={self.step}"

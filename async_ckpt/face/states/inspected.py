@@ -15,8 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from ...core.loading.archives.contents import Contents, Part
 from ...core.loading.archives.find import from_path
-from ...core.notebooks.markup import bars, paragraph, table
-from ...core.report import sized
+from ...core.report import paragraph, sized, table
 from ...core.spec import DTYPES
 from ...core.state.names import dotted, shown
 from ...core.state.tree import StoredLeaf, ValuesByRank, parts_in
@@ -102,7 +101,7 @@ class Inspection:
         more = f"and {len(self.names) - _SHOWN:,} more" if len(self.names) > _SHOWN else ""
         return (
             paragraph(self._summary)
-            + bars("bytes of each entry at the top level", largest)
+            + table(("entry", "size"), ((name, sized(num_bytes)) for name, num_bytes in largest))
             + table(("name", "type", "shape", "size"), map(_cells, self.names[:_SHOWN]))
             + (paragraph(more) if more else "")
         )

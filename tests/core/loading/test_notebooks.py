@@ -1,6 +1,5 @@
 """The HTML that notebooks show of reports, handles, histories and checkpoints: whole, and safe whatever a name says."""
 
-import re
 from html.parser import HTMLParser
 
 import pytest
@@ -10,12 +9,11 @@ from states import open_run, save, state_at
 
 import async_ckpt
 from async_ckpt import PullReport, StorageUnavailableError, VerifyReport
-from async_ckpt.core.notebooks.markup import bars
 from async_ckpt.core.report import Destination, Progress, SaveReport
 from async_ckpt.face.run_history import History
 
 ATTACK = "<script>alert(1)</script>&\"'<img src=x onerror=y>"
-VOID = {"img", "rect", "polyline"}
+VOID = {"img"}
 
 
 class Reader(HTMLParser):
@@ -45,7 +43,7 @@ class Reader(HTMLParser):
 
 def read(value: object) -> Reader:
     reader = Reader(value._repr_html_())  # type: ignore[attr-defined]
-    assert reader.tags <= {"p", "table", "thead", "tr", "th", "td", "svg", "title", "text", "rect", "polyline"}
+    assert reader.tags <= {"p", "table", "thead", "tr", "th", "td"}
     return reader
 
 
@@ -67,7 +65,6 @@ def test_a_report_is_a_table_below_its_text(value):
     assert "table" in reader.tags
     assert str(value) in reader.words
     assert ATTACK in reader.words or ATTACK not in repr(value)
-    assert ("svg" in reader.tags) == (getattr(value, "status", "") == "committed")
 
 
 def test_a_handle_shows_its_progress_then_its_report_and_else_its_error(tmp_path):
@@ -76,7 +73,7 @@ def test_a_handle_shows_its_progress_then_its_report_and_else_its_error(tmp_path
         handle = ckpt.save(state_at(1), step=1)
         held.wait_reached()
         assert "<SaveHandle step=1" in read(handle).words
-        assert {"svg"} < read(handle).tags
+        assert "total_bytes" in read(handle).words
         held.release()
         report = handle.result()
         assert read(handle).words == read(report).words
@@ -86,7 +83,7 @@ def test_a_handle_shows_its_progress_then_its_report_and_else_its_error(tmp_path
         assert ATTACK in read(failed).words
 
 
-def test_a_history_is_a_picture_above_its_last_events(tmp_path):
+def test_a_history_is_a_table_of_its_last_events(tmp_path):
     with open_run(tmp_path, keep=2) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(state_at(step), step=step, record={ATTACK: ATTACK}).result()
@@ -96,8 +93,8 @@ def test_a_history_is_a_picture_above_its_last_events(tmp_path):
 
     reader = read(history)
 
-    assert {"svg", "polyline", "table"} <= reader.tags
-    assert "3 save, 1 retention, 1 failed" in reader.words
+    assert "table" in reader.tags
+    assert "3 save, 1 retention, 1 failed; last stall" in reader.words
     assert "deleted 1" in reader.words
     assert ATTACK in reader.words
     assert read(History()).words == " no events time kind step"
@@ -129,7 +126,7 @@ def test_a_checkpoint_shows_its_names_and_the_sizes_of_its_entries(tmp_path):
     ]
     assert next(row.value for row in found.names if row.name == "optimizer.lr") == 0.1
     assert "3x4" in str(found)
-    assert {"svg", "table"} <= reader.tags
+    assert "table" in reader.tags
     assert ATTACK in reader.words
 
 
@@ -140,11 +137,3 @@ def test_a_large_checkpoint_is_shown_in_part(tmp_path):
 
     assert "300 names" in reader.words
     assert "and 200 more" in reader.words
-
-
-def test_the_longest_bar_ends_where_its_picture_does():
-    drawn = bars("bytes", [("optimizer", 2.0), ("model", 1.0)])
-
-    (width,) = re.findall(r'viewBox="0 0 (\d+) ', drawn)
-    ends = [float(begin) + float(length) for begin, length in re.findall(r'<rect x="(\d+)".*? width="([\d.]+)"', drawn)]
-    assert max(ends) == float(width)

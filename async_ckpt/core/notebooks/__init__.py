@@ -1,1 +1,0 @@
-"""The HTML by which notebooks show values of this library."""
