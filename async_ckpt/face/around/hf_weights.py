@@ -92,6 +92,15 @@ class Weights(NamedTuple):
         }
         return self.as_published(empty)
 
+    def refuse_converted(self) -> None:
+        """Raises UnsupportedStateError if checkpoints of this sharded model have other tensors than its memory."""
+        if self.described().keys() != self.tensors.keys():
+            raise UnsupportedStateError(
+                "this model is sharded, and its tensors in memory differ from those in its checkpoints; use export_hf "
+                "instead",
+                path="",
+            )
+
     @staticmethod
     def looks_whole(given: Any) -> bool:
         """True for a model of whole tensors, which a rank may export alone. False also for a value that is no model."""

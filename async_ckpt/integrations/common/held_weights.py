@@ -141,15 +141,10 @@ def _weights_in(view: captured.SnapshotView) -> hf_weights.Weights:
 
 
 def _described(weights: hf_weights.Weights) -> list[HeldTensor]:
-    published = weights.described()
     if not weights.is_spread:
-        return [HeldTensor(name, tensor.dtype, tuple(tensor.shape), None) for name, tensor in published.items()]
-    if published.keys() != weights.tensors.keys():
-        raise UnsupportedStateError(
-            "this model is sharded, and its tensors in memory differ from those in its checkpoints; use export_hf "
-            "instead",
-            path="",
-        )
+        described = weights.described()
+        return [HeldTensor(name, tensor.dtype, tuple(tensor.shape), None) for name, tensor in described.items()]
+    weights.refuse_converted()
     spread: dict[str, Any] = weights.tensors
     return [
         HeldTensor(name, tensor.dtype, tuple(tensor.shape), tensor._spec if sharded.is_dtensor(tensor) else None)

@@ -14,13 +14,13 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from ... import Place
 from ...plumbing import spec
+from ...weights.publishing.folder_replica import boot_id
 from ..common.framework_checks import TESTED, require, require_names, version_of
 from .sync_line import Address
 from .weight_receiver import WeightReceiver
@@ -208,7 +208,7 @@ def _host() -> str:
     """A text that is equal for two processes that can share memory: host name, user, boot and network namespace."""
     parts = [socket.gethostname(), str(os.geteuid()) if hasattr(os, "geteuid") else ""]
     with suppress(OSError):
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
+        parts += [boot_id(), os.readlink("/proc/self/ns/net")]
     return " ".join(parts)
 
 

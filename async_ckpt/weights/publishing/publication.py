@@ -377,6 +377,7 @@ class Publication(WeightsSave):
             series.versions.withdraw(self.version, data, self._attempt)
             raise
         self._num_bytes += len(data)
+        self._total_bytes = self._num_bytes  # the size of a delta was unknown until now
         series.base.update(index, state, self._weights.tensors)
         series.published(index)
         if not self.readable.done():

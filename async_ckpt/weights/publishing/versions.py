@@ -45,13 +45,6 @@ _UNFINISHED: Final = re.compile(r"unfinished(\.[0-9a-f]{16})?\.json")
 _MARK: Final = re.compile(r"replaced\.[0-9a-f]{16}\.json")
 
 
-class _CachedIndex(NamedTuple):
-    """A cached index, and the identity of its file on a disk."""
-
-    parsed: VersionIndex
-    stamp: object
-
-
 def marks_in(names: Iterable[str]) -> frozenset[str]:
     """The marks of replaced versions among the names at a root."""
     return frozenset(filter(_MARK.fullmatch, names))
@@ -72,7 +65,7 @@ class Versions:
 
     def __init__(self, storage: Storage, base: BaseModel | None = None) -> None:
         self.storage, self.base = storage, base
-        self._known: dict[int, _CachedIndex] = {}  # by version; under _lock
+        self._known: dict[int, VersionIndex] = {}  # by version; under _lock
         self._marks: frozenset[str] = frozenset()  # in the last listing; under _lock
         self._owner_token: str | None = None  # of the publisher at that time; under _lock
         self._lock = threading.Lock()
@@ -92,7 +85,7 @@ class Versions:
             before, self._marks = self._marks, marks_in(listed)
             kept = self._known if before == self._marks else {}
             self._owner_token = self._owner_token if before == self._marks and self.storage.remote else None
-            self._known = {n: known for n, known in kept.items() if n in folders and known.stamp == self._stamp(n)}
+            self._known = {n: known for n, known in kept.items() if n in folders and self._is_current(known)}
             known = set(self._known)
         requested = {f"{folder_of(number)}/{INDEX}": number for number in sorted(folders - known)}
         seen = {requested[path] for path in (self.storage.existing(list(requested)) if requested else ())}
@@ -106,7 +99,7 @@ class Versions:
         """
         if self.storage.remote or not _admits(self.storage, number, b""):
             return None
-        index = VersionIndex(number, {"": SINGLE}, stamp=str(self._stamp(number, SINGLE)))
+        index = VersionIndex(number, {"": SINGLE}, stamp=self._stamp(number, SINGLE))
         try:
             return replace(index, files=dict.fromkeys(VersionSource(self.storage, index).tensors_in(SINGLE), SINGLE))
         except CorruptCheckpointError:
@@ -123,12 +116,12 @@ class Versions:
         with self._lock:
             known = None if fresh else self._known.get(number)
         path = f"{folder_of(number)}/{INDEX}"
-        if known is not None and known.stamp == self._stamp(number):
-            return known.parsed
+        if known is not None and self._is_current(known):
+            return known
         try:
             stamp = self._stamp(number)
             data, version = self.storage.read(path)
-            index = replace(parse(data, number), stamp=version)
+            index = replace(parse(data, number), stamp=version if self.storage.remote else stamp)
             if not index.is_sealed and not _admits(self.storage, number, data, index):
                 raise ValueError(
                     f"it is damaged, or another program's: a Publisher publishes here ({_OWNER}), and its indices "
@@ -151,7 +144,7 @@ class Versions:
             shown = self.storage.locate(path)
             raise CorruptCheckpointError(f"{shown}: {error}; fetch or publish it again", path=shown) from error
         with self._lock:
-            self._known[number] = _CachedIndex(index, stamp)
+            self._known[number] = index
         return index
 
     def bytes_of(self, number: int) -> bytes:
@@ -161,25 +154,29 @@ class Versions:
         except FileNotFoundError:
             return b""
 
-    def _stamp(self, number: int, file: str = INDEX) -> object:
-        """The identity of a file on a disk; None in a store, where marks at the root show changes."""
-        if self.storage.remote:
-            return None
-        with suppress(OSError):
-            status = os.stat(Path(self.root) / folder_of(number) / file)
-            return status.st_ino, status.st_mtime_ns, status.st_size
-        return None
+    def _is_current(self, known: VersionIndex) -> bool:
+        """Whether a cached index is still in its file. Always in a store, where marks at the root show changes."""
+        return self.storage.remote or known.stamp == self._stamp(known.version)
+
+    def _stamp(self, number: int, file: str = INDEX) -> str:
+        """The identity of a file on a disk; empty in a store, and if there is no such file."""
+        if not self.storage.remote:
+            with suppress(OSError):
+                status = os.stat(Path(self.root) / folder_of(number) / file)
+                return f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
+        return ""
 
     def were_replaced(self, numbers: Iterable[int]) -> bool:
         """Whether one of these versions was deleted or replaced since its index was read."""
         for number in numbers:
             with self._lock:
                 known = self._known.get(number)
+            path = f"{folder_of(number)}/{INDEX}"
             try:
-                version = self.storage.read(f"{folder_of(number)}/{INDEX}")[1]
+                stamp = self.storage.read(path)[1] if self.storage.remote else self._stamp(number)
             except FileNotFoundError:
                 return True
-            if known is None or known.parsed.stamp != version:
+            if known is None or known.stamp != stamp:
                 return True
         return False
 

@@ -833,4 +833,5 @@ def test_a_damaged_version_is_named_with_those_that_are_built_on_it(versions):
     with pytest.raises(CorruptCheckpointError, match="damaged: version 2, 3; sound: 1, 4") as raised:
         async_ckpt.verify(versions)
 
+    assert "readers keep the weights that they have: publish an anchor" in str(raised.value)
     assert (raised.value.damaged_steps, raised.value.sound_steps) == ((2, 3), (1, 4))

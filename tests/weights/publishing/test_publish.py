@@ -187,6 +187,16 @@ def test_no_more_than_all_of_a_version_is_written_however_small_its_weights_are(
 
 
 @ENCODINGS
+def test_the_progress_of_a_version_ends_with_all_of_it_written(encoding, root):
+    weights = {"w": torch.zeros(100_000)}
+    with Publisher(root, encoding=encoding) as publisher:
+        handles = [publisher.publish(weights, version) for version in (1, 2)]
+        written = [handle.result().num_bytes for handle in handles]
+    assert [handle.progress.fraction for handle in handles] == [1, 1]
+    assert [handle.progress.written_bytes for handle in handles] == written
+
+
+@ENCODINGS
 def test_what_is_not_changed_costs_nothing_on_disk(encoding, root):
     state = {f"{i}.weight": torch.randn(300, 300) for i in range(4)}
     with Publisher(root, encoding=encoding) as publisher:

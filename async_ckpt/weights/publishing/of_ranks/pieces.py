@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from ....errors import UnsupportedStateError
 from ....plumbing import boxes, device, hf_weights, leaf_names, sharded
 from ...delta import SliceOf
 
@@ -42,12 +41,7 @@ def own_slices(weights: hf_weights.Weights) -> tuple[hf_weights.Weights, dict[st
     If several ranks have the same slice by their placements, the first of them publishes it. Each rank publishes its
     plain tensors. Raises UnsupportedStateError for a model whose checkpoints have other tensors than its memory.
     """
-    if weights.described().keys() != weights.tensors.keys():
-        raise UnsupportedStateError(
-            "this model is sharded, and its tensors in memory differ from those in its checkpoints; use export_hf "
-            "instead",
-            path="",
-        )
+    weights.refuse_converted()
     slicer = sharded.Slicer()
     tensors: dict[str, torch.Tensor] = {}
     slices: dict[str, SliceOf] = {}
