@@ -150,12 +150,12 @@ def refuse_misfit(written: Path, target: Path) -> None:
         raise OccupiedError(f"{target} is a file, but a folder was written; give another name")
 
 
-def refuse_current(folder: str | Path) -> None:
-    """Raise ValueError if a folder to be replaced is the current one of this process, or contains it."""
+def refuse_current(folder: str | Path, would_be: str = "replaced") -> None:
+    """Raise ValueError if a folder to be replaced, or deleted, is the current one of this process, or contains it."""
     with suppress(FileNotFoundError):  # the current folder was deleted
         if Path.cwd().is_relative_to(os.path.realpath(folder)):
             raise ValueError(
-                f"{folder} is the current folder, or a parent of it, and would be replaced; give a folder inside it"
+                f"{folder} is the current folder, or a parent of it, and would be {would_be}; give a folder inside it"
             )
 
 
