@@ -131,10 +131,12 @@ def sync_all(path: Path) -> int:
 def publish(written: Path, target: Path, *, replaced: Callable[[str], bool] = lambda _: False) -> None:
     """Rename a durable file or folder to its final path, atomically and durably.
 
-    A file replaces a file. A folder replaces a folder and takes over the old files that were not written again, except
-    paths for which `replaced` returns True. Raises the errors of `refuse_misfit`.
+    A file replaces a file. A folder replaces a folder and takes over its permissions and the old files that were not
+    written again, except paths for which `replaced` returns True. Raises the errors of `refuse_misfit`.
     """
     refuse_misfit(written, target)
+    if _is_folder(target):
+        written.chmod(stat.S_IMODE(target.stat().st_mode))
     if _is_folder(target) and any(target.iterdir()):
         _publish_over(written, target, replaced)
     else:
