@@ -36,7 +36,7 @@ from ...core.storage.disk import translated
 from ...core.storage.interface import Sink
 from ...core.storage.local import LocalStorage
 from ...core.storage.place import local_place, place_of
-from ...core.storage.sequential import Appender, AppenderFile
+from ...core.storage.sequential import Appender
 from ...core.timing import Spans
 from ...errors import DestinationBusyError, NothingWrittenError, UnsupportedStateError
 from .arguments import closure_of, deep_copied, tensors_in
@@ -52,6 +52,7 @@ from .destination import (
     why_not_wrapped,
 )
 from .scratch import Scratch, publish, refuse_misfit, sync_all
+from .streams import AppenderFile
 
 P = ParamSpec("P")
 

@@ -26,7 +26,8 @@ from ...core.state.capture import pickled
 from ...core.state.names import Select
 from ...core.storage.interface import Storage
 from ...core.storage.place import Anywhere, written_at
-from ...core.storage.sequential import Appender, AppenderFile
+from ...core.storage.sequential import Appender
+from ..around.streams import AppenderFile
 from .entries import SavedItem, entries_of, kept_metadata, readers_of_this_rank, selected, value_of
 from .metadata import metadata_of
 
