@@ -28,6 +28,7 @@ from .core.storage.place import Anywhere, Place, local_place, place_of, written_
 from .core.storage.url import local_path, scheme_of, unusable_name
 from .errors import IsAFolderError, NotAFolderError, NotFoundError
 from .face.around.pack import pack_folder
+from .face.around.scratch import refuse_current
 from .face.around.streams import BUFFER_BYTES, ReaderFile, UploadFile, open_local
 from .face.around.unpack import extract
 
@@ -230,7 +231,8 @@ def remove(path: Anywhere) -> None:
 
         async_ckpt.files.remove("s3://bucket/runs/a")
 
-    Raises FileNotFoundError if the path does not exist, and ValueError for a whole bucket or disk.
+    Raises FileNotFoundError if the path does not exist, and ValueError for a whole bucket or disk, and for a folder
+    that is or contains the current one.
     """
     place = place_of(path)
     storage, name = place.inside()
@@ -240,6 +242,8 @@ def remove(path: Anywhere) -> None:
     is_found = bool(storage.sizes(name)) or _is_object(storage, name) if storage.remote else os.path.lexists(located)
     if not is_found:
         raise NotFoundError(f"{located} does not exist")
+    if not (storage.remote or os.path.islink(located)):
+        refuse_current(located, "deleted")
     storage.delete_all(name)
 
 

@@ -12,7 +12,7 @@ import torch
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, Due, Ema, Keep, Naming, NonFinite, Place, Publisher, Zstd
-from async_ckpt.integrations.dcp import TarStorageReader
+from async_ckpt.integrations.dcp import TarStorageReader, restore, to_dcp
 
 STATE = {"w": torch.ones(2)}
 
@@ -45,13 +45,21 @@ def loaded(load: Callable[..., Any] = async_ckpt.load, **options: Any) -> Callab
     return call
 
 
-def merged(step: Any) -> Callable[[Path], Any]:
+def merged(step: Any, **options: Any) -> Callable[[Path], Any]:
     def call(path: Path) -> None:
         with AsyncCheckpointer(path / "run") as ckpt:
             ckpt.save(STATE, 1).result()
-        async_ckpt.merge(path / "run", step, path / "x.tar")
+        async_ckpt.merge(path / "run", step, path / "x.tar", **options)
 
     return call
+
+
+def converted(path: Path, **options: Any) -> None:
+    to_dcp(path, path.parent / "dcp", **options)
+
+
+def restored(path: Path, **options: Any) -> None:
+    restore(STATE, path, **options)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +107,13 @@ def merged(step: Any) -> Callable[[Path], Any]:
         (loaded(TarStorageReader, verify="yes"), ValueError, "verify must be True or False, got 'yes'"),
         (merged("1"), TypeError, "step must be the number of a step, got '1'"),
         (merged(True), TypeError, "step must be the number of a step, got True"),
+        (merged(1, trust="no"), ValueError, "trust must be True or False, got 'no'"),
+        (merged(1, verify=None), ValueError, "verify must be True or False, got None"),
+        (loaded(converted, trust="no"), ValueError, "trust must be True or False, got 'no'"),
+        (loaded(converted, verify=1), ValueError, "verify must be True or False, got 1"),
+        (loaded(restored, verify="first"), ValueError, "verify must be True or False, got 'first'"),
+        (lambda _: async_ckpt.wrap(torch.save, file_object="no"), ValueError, "file_object must be True or False, got 'no'"),
+        (lambda _: async_ckpt.wrap(torch.save, whole_folder=0), ValueError, "whole_folder must be True or False, got 0"),
         (lambda _: Place("s3:/x"), ValueError, "s3:/x has one slash too few; write s3://x"),
         (lambda _: Place("x", fs=5), TypeError, "fs must be a filesystem of fsspec, such as"),
         (lambda _: Naming(5), TypeError, 'step_format must be text such as "step_{:08d}", got 5'),

@@ -236,6 +236,7 @@ def _exiting() -> ClosedError:
 
 
 _loop: Loop | None = None
+_is_exiting = False  # no further loop is made; written under _loop_lock
 _loop_lock = threading.Lock()
 
 
@@ -250,9 +251,9 @@ def get_loop() -> Loop:
     if loop is not None and not loop.is_stopped and loop.pid == os.getpid():
         return loop
     with _loop_lock:
-        if _loop is not None and _loop.is_stopped:
-            raise _exiting()
-        if _loop is None or _loop.pid != os.getpid():
+        if _loop is None or _loop.is_stopped or _loop.pid != os.getpid():
+            if _is_exiting:
+                raise _exiting()
             _loop = Loop()
         return _loop
 
@@ -262,10 +263,18 @@ def existing_loop() -> Loop | None:
     return _loop if _loop is not None and _loop.pid == os.getpid() else None
 
 
+def last_loop() -> Loop | None:
+    """The loop of this process, if there is one. From now on, no other is made, since nothing would stop it."""
+    global _is_exiting
+    with _loop_lock:
+        _is_exiting = True
+        return existing_loop()
+
+
 @in_forked_child
 def _forget_loop() -> None:
     """In a forked child: make a new lock, since the thread that may have held the old one does not exist here."""
-    global _loop, _loop_lock
+    global _loop, _is_exiting, _loop_lock
     if _loop is not None:
         never_end(_loop)  # its finalizer would close the descriptors that wake the parent's loop
-    _loop, _loop_lock = None, threading.Lock()
+    _loop, _is_exiting, _loop_lock = None, False, threading.Lock()

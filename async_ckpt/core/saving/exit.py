@@ -15,7 +15,7 @@ from math import inf
 from typing import Any, Final, NoReturn
 
 from ..host import waits
-from ..host.loop import Loop, existing_loop
+from ..host.loop import Loop, last_loop
 from ..host.operations import flush_all
 from ..host.waits import GIVES_UP, LIVENESS_SECONDS, Wait, wait_for, wait_for_all
 from ..ranks.start import answer_the_last
@@ -32,7 +32,7 @@ EXIT_STATUS_INTERRUPTED: Final = 130
 
 def drain_at_exit() -> None:
     """Wait for every save under way, give up those that exceed `exit_timeout`, and report lost saves on stderr."""
-    loop = existing_loop()
+    loop = last_loop()
     if loop is None:
         flush_all(waits.LISTENERS_SECONDS)
         return

@@ -6,10 +6,9 @@ In: bytes of any length, in order. Out: an object whose size was not known befor
 from __future__ import annotations
 
 import ctypes
-import io
 import threading
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from ..host.pool import Lease, SegmentPool
 from ..host.threads import Crew
@@ -139,24 +138,3 @@ class Appender:
 
     def __repr__(self) -> str:
         return f"<Appender {self.num_bytes:,} bytes to {self.sink!r}>"
-
-
-class AppenderFile(io.RawIOBase):
-    """A file object that appends to an Appender, for functions that write to a file."""
-
-    def __init__(self, out: Appender) -> None:
-        super().__init__()
-        self._out = out
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        if self.closed:
-            raise ValueError("the function has returned, and its file is complete")
-        view = memoryview(data).cast("B")
-        self._out.append(view)
-        return len(view)
-
-    def tell(self) -> int:
-        return self._out.num_bytes

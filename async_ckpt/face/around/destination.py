@@ -93,14 +93,15 @@ class DestinationFinder:
             self._signature = inspect.signature(fn)
             self._parameters = self._signature.parameters
         self._positional = [p.name for p in self._parameters.values() if p.kind in _POSITIONAL]
+        is_name = isinstance(declared, str)
         is_number = isinstance(declared, int) and not isinstance(declared, bool) and declared >= 0
-        if not (declared is None or isinstance(declared, str) or is_number):
+        if not (declared is None or is_name or is_number):
             raise TypeError(f"destination must be the name or the position of an argument, got {declared!r:.100}")
         if isinstance(declared, int) and declared < len(self._positional):
             self._declared = self._positional[declared]  # by its name, so that a caller may pass it as a keyword, too
-        elif isinstance(declared, str) and self._signature is not None:
-            kinds = [p.kind for p in self._parameters.values()]
-            if declared not in self._parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+        elif declared is not None and self._signature is not None:
+            takes_more = inspect.Parameter.VAR_KEYWORD if is_name else inspect.Parameter.VAR_POSITIONAL
+            if declared not in self._parameters and takes_more not in [p.kind for p in self._parameters.values()]:
                 raise TypeError(f"{self._name} has no argument {declared!r}; it has {', '.join(self._parameters)}")
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:

@@ -24,7 +24,7 @@ from ...core.report import Destination, SaveReport
 from ...core.runs.manifest import NAME as MANIFEST
 from ...core.saving.block_digests import BlockDigests
 from ...core.saving.file_target import FileTarget
-from ...core.spec import SEGMENT_BYTES, Json, TensorSpec
+from ...core.spec import SEGMENT_BYTES, Json, TensorSpec, flag
 from ...core.state.capture import pickled
 from ...core.state.names import shown
 from ...core.state.skeletons import merge as merge_skeletons
@@ -71,6 +71,7 @@ def merge(
     StorageUnavailableError.
     """
     begin = monotonic()
+    trust, verify = flag("trust", trust), flag("verify", verify)
     place = written_at(destination)
     target = FileTarget.at(place)
     if target.is_compressed:

@@ -131,10 +131,12 @@ def sync_all(path: Path) -> int:
 def publish(written: Path, target: Path, *, replaced: Callable[[str], bool] = lambda _: False) -> None:
     """Rename a durable file or folder to its final path, atomically and durably.
 
-    A file replaces a file. A folder replaces a folder and takes over the old files that were not written again, except
-    paths for which `replaced` returns True. Raises the errors of `refuse_misfit`.
+    A file replaces a file. A folder replaces a folder and takes over its permissions and the old files that were not
+    written again, except paths for which `replaced` returns True. Raises the errors of `refuse_misfit`.
     """
     refuse_misfit(written, target)
+    if _is_folder(target):
+        written.chmod(stat.S_IMODE(target.stat().st_mode))
     if _is_folder(target) and any(target.iterdir()):
         _publish_over(written, target, replaced)
     else:
@@ -150,12 +152,12 @@ def refuse_misfit(written: Path, target: Path) -> None:
         raise OccupiedError(f"{target} is a file, but a folder was written; give another name")
 
 
-def refuse_current(folder: str | Path) -> None:
-    """Raise ValueError if a folder to be replaced is the current one of this process, or contains it."""
+def refuse_current(folder: str | Path, would_be: str = "replaced") -> None:
+    """Raise ValueError if a folder to be replaced, or deleted, is the current one of this process, or contains it."""
     with suppress(FileNotFoundError):  # the current folder was deleted
         if Path.cwd().is_relative_to(os.path.realpath(folder)):
             raise ValueError(
-                f"{folder} is the current folder, or a parent of it, and would be replaced; give a folder inside it"
+                f"{folder} is the current folder, or a parent of it, and would be {would_be}; give a folder inside it"
             )
 
 

@@ -1,10 +1,11 @@
 """File objects over objects in a store.
 
-In: a reader, or a name to write to. Out: a file object like those of `open`. Knows nothing of: folders.
+In: a reader, an appender, or a name to write to. Out: a file object like those of `open`. Knows nothing of: folders.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 from functools import partial
@@ -14,6 +15,7 @@ from ...core.spec import MIB
 from ...core.storage.bulk import Parcel, copy
 from ...core.storage.interface import Reader, Storage
 from ...core.storage.local import LocalStorage
+from ...core.storage.sequential import Appender
 from ..foreign.virtual_files import RangeFile
 
 # The bytes that a file keeps in memory, and the largest request to the store.
@@ -53,6 +55,27 @@ class ReaderFile(RangeFile):
     def close(self) -> None:
         self._reader.close()
         super().close()
+
+
+class AppenderFile(io.RawIOBase):
+    """A file object that appends to an Appender, for functions that write to a file."""
+
+    def __init__(self, out: Appender) -> None:
+        super().__init__()
+        self._out = out
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if self.closed:
+            raise ValueError("the function has returned, and its file is complete")
+        view = memoryview(data).cast("B")
+        self._out.append(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._out.num_bytes
 
 
 class UploadFile:

@@ -28,7 +28,7 @@ from ...core.host.loop import off_loop
 from ...core.host.process import in_forked_child
 from ...core.report import Progress
 from ...core.saving.handle import SaveHandle
-from ...core.spec import GIB, MIB, with_article
+from ...core.spec import GIB, MIB, flag, with_article
 from ...core.staging.guard import Optimizers, refuse_guard, unwrapped
 from ...core.state.captured import tree_of
 from ...core.storage.bulk import Parcel, copy
@@ -36,7 +36,7 @@ from ...core.storage.disk import translated
 from ...core.storage.interface import Sink
 from ...core.storage.local import LocalStorage
 from ...core.storage.place import local_place, place_of
-from ...core.storage.sequential import Appender, AppenderFile
+from ...core.storage.sequential import Appender
 from ...core.timing import Spans
 from ...errors import DestinationBusyError, NothingWrittenError, UnsupportedStateError
 from .arguments import closure_of, deep_copied, tensors_in
@@ -52,6 +52,7 @@ from .destination import (
     why_not_wrapped,
 )
 from .scratch import Scratch, publish, refuse_misfit, sync_all
+from .streams import AppenderFile
 
 P = ParamSpec("P")
 
@@ -157,11 +158,11 @@ def wrap(
         )
     _refuse_uncallable(fn)
     suffix = suffix_of(fn)
-    streams = file_object if file_object is not None else suffix is not None
+    streams = suffix is not None if file_object is None else flag("file_object", file_object)
     if why := why_not_wrapped(fn, streams=streams):
         raise TypeError(why)
     folder = None if scratch is None else local_place(scratch)
-    options = WrapOptions(name_of(fn), streams, suffix or "", folder, whole_folder)
+    options = WrapOptions(name_of(fn), streams, suffix or "", folder, flag("whole_folder", whole_folder))
     find = DestinationFinder(fn, destination)
     optimizers = unwrapped(guard)  # a wrong guard raises here rather than at the first save
 

@@ -26,7 +26,8 @@ from ...core.state.capture import pickled
 from ...core.state.names import Select
 from ...core.storage.interface import Storage
 from ...core.storage.place import Anywhere, written_at
-from ...core.storage.sequential import Appender, AppenderFile
+from ...core.storage.sequential import Appender
+from ..around.streams import AppenderFile
 from .entries import SavedItem, entries_of, kept_metadata, readers_of_this_rank, selected, value_of
 from .metadata import metadata_of
 
@@ -68,15 +69,11 @@ def restore(
 
     Raises the errors of `AsyncCheckpointer.restore`.
     """
+    trust, verify = flag("trust", trust), flag("verify", verify)
+    options = RestoreOptions(select, None if strict is None else flag("strict", strict), trust, verify, types)
 
     def fill_state(parts: Sequence[Part]) -> None:
-        restore_state(
-            parts,
-            state,
-            RestoreOptions(
-                select, None if strict is None else flag("strict", strict), flag("trust", trust), verify, types
-            ),
-        )
+        restore_state(parts, state, options)
 
     from_path(path, fill_state, verify=verify, readers=readers_of_this_rank(from_ranks))
 
@@ -110,6 +107,7 @@ def to_dcp(
     Raises FileExistsError if there is a checkpoint at the destination, ValueError if `from_ranks` lacks an entry that
     was saved per rank, TypeError for a state that is not a dict, and the errors of `async_ckpt.load`.
     """
+    trust, verify = flag("trust", trust), flag("verify", verify)
     storage = written_at(destination).storage()
     for name in (OF_DCP, MANIFEST):
         if storage.exists(name):

@@ -10,7 +10,6 @@ size of the pickle. Names that torch does not write are refused. No class of tor
 
 from __future__ import annotations
 
-import io
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
@@ -20,6 +19,7 @@ from ...core.garbage import no_collection
 from ...core.pickles.machine import ALL, PickleMachine
 from ...core.pickles.saved_objects import ignore_missing_checksums
 from ...core.spec import DTYPES, MAX_DIMS
+from .virtual_files import RangeFile
 
 NAME: Final = ".metadata"
 _CHECKPOINT: Final = "torch.distributed.checkpoint"
@@ -324,16 +324,14 @@ def _location(record: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]
     return TensorExtent(dtype, begin + offset * item_bytes, num_items * item_bytes, shape, strides, stored)
 
 
-class _Window(io.RawIOBase):
+class _Window(RangeFile):
     """A blob as a file object. Its begin and end are read once and kept, since zipfile reads little else."""
 
     def __init__(self, read: Callable[[int, int], bytes], blob: Blob) -> None:
-        self.offset, self.length = blob.offset, blob.length
-        self._read, self._position = read, 0
-        self._known: dict[int, bytes] = {}
+        super().__init__(self._fill, blob.length)
+        self.offset, self.length, self._read = blob.offset, blob.length, read
         first = min(_WINDOW, self.length)
-        for at in sorted({0, self.length - first}):
-            self._known[at] = read(self.offset + at, first)
+        self._known = {at: read(self.offset + at, first) for at in {0, self.length - first}}
 
     def at(self, offset: int, length: int) -> bytes:
         length = max(0, min(length, self.length - offset))
@@ -344,24 +342,8 @@ class _Window(io.RawIOBase):
                 return data[offset - begin :][:length]
         return self._read(self.offset + offset, length)
 
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = max(0, offset + (0, self._position, self.length)[whence])
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes:
-        wanted = self.length - self._position if size is None or size < 0 else size
-        data = self.at(self._position, wanted)
-        self._position += len(data)
-        return data
+    def _fill(self, offset: int, target: memoryview) -> None:
+        target[:] = self.at(offset, len(target))
 
 
 # --- the machine ----------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class RangeFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
+        at = offset + (0, self._at, self._num_bytes)[whence]  # SEEK_SET, SEEK_CUR, SEEK_END
         if at < 0:
             raise ValueError(f"cannot seek to byte {at}, before the beginning")
         self._at = at

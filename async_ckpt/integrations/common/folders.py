@@ -49,7 +49,8 @@ class FolderHold:
             raise self._taken()
         self._fd = fd
         since = {"host": socket.gethostname(), "pid": os.getpid(), "since": timing.wall_time()}
-        os.pwrite(fd, json.dumps(since).encode().ljust(1024), 0)
+        with suppress(OSError):  # a full disk: the first save may make room, and `_taken` does without these facts
+            os.pwrite(fd, json.dumps(since).encode().ljust(1024), 0)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,7 +6,7 @@ import textwrap
 import threading
 
 import pytest
-from racing import until
+from racing import PATIENCE, until
 from states import assert_is_state, open_run
 
 import async_ckpt
@@ -117,3 +117,31 @@ def test_a_first_use_while_the_interpreter_exits_says_that_it_is_too_late(tmp_pa
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(body), tmp_path], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("the interpreter is exiting; async_ckpt must be used for the first time before")
+
+
+@pytest.mark.parametrize("call", ["async_ckpt.save({}, path)", "async_ckpt.wrap(torch.save)({}, path)"])
+def test_a_thread_that_outlives_the_main_thread_gets_an_error_and_the_process_ends(tmp_path, call):
+    body = f"""
+    import sys, threading
+
+    exits = threading.Event()
+    threading._register_atexit(exits.set)  # the first one is called last
+
+    import torch
+    import async_ckpt
+
+    path, imported = sys.argv[1] + "/x", (async_ckpt.save, async_ckpt.wrap)
+
+    def outlive():
+        exits.wait()
+        try:
+            {call}
+        except async_ckpt.ClosedError as error:
+            print(error)
+
+    threading.Thread(target=outlive).start()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(body), tmp_path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == "the interpreter is exiting; a save must begin before that\n"

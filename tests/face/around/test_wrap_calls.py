@@ -103,8 +103,10 @@ def test_a_destination_that_cannot_be_told_is_an_error_of_the_call(fn, arguments
 def test_a_destination_that_the_function_does_not_have_is_refused_when_it_is_wrapped():
     with pytest.raises(TypeError, match="has no argument 'where'; it has obj, f, "):
         wrap(torch.save, destination="where")
-    with pytest.raises(TypeError, match="was called without its destination 7"):
-        wrap(torch.save, destination=7)(1, "x")
+    with pytest.raises(TypeError, match="has no argument 7; it has obj, f, "):
+        wrap(torch.save, destination=7)
+    with pytest.raises(TypeError, match="was called without its destination 1"):
+        wrap(lambda *parts: None, destination=1)("x")
     with pytest.raises(TypeError, match="given an int to write to"):
         wrap(lambda a, b: None, destination="b")("x", 1)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import subprocess
 import sys
 import uuid
@@ -20,6 +21,7 @@ from racing import Thrown
 from states import MIB
 from wrapped import _nothing_is_left, names, records, save_folder, save_text  # noqa: F401
 
+import async_ckpt
 from async_ckpt import DestinationBusyError, Place, StorageFullError, StorageUnavailableError, wrap
 
 STATE = {"w": torch.arange(1000)}
@@ -182,6 +184,22 @@ def test_what_is_written_has_the_mode_that_the_function_gives(tmp_path):
 
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o750
     assert (tmp_path / "x" / "run.sh").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o2775, 0o700])
+@pytest.mark.parametrize("old", [(), ("a",)])
+@pytest.mark.parametrize("save", [wrap(save_folder), async_ckpt.export_hf])
+def test_a_folder_keeps_its_permissions_when_it_is_replaced(tmp_path, save, old, mode):
+    folder = tmp_path / "x"
+    folder.mkdir()
+    folder.chmod(mode)
+    for name in old:
+        (folder / name).touch()
+
+    save(STATE, str(folder)).result()
+
+    assert len(names(folder)) > len(old)
+    assert stat.S_IMODE(folder.stat().st_mode) == mode
 
 
 @needs_mount

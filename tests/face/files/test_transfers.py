@@ -333,6 +333,20 @@ def test_a_disk_is_never_removed(path, monkeypatch):
         async_ckpt.files.remove(path)
 
 
+@pytest.mark.parametrize("path", [".", "..", "../here/"])
+def test_the_current_folder_is_never_removed_but_a_link_to_it_is(tmp_path, monkeypatch, path):
+    here = tmp_path / "here"
+    here.mkdir()
+    (tmp_path / "link").symlink_to(here)
+    monkeypatch.chdir(here)
+
+    with pytest.raises(ValueError, match="is the current folder, or a parent of it, and would be deleted"):
+        async_ckpt.files.remove(path)
+    async_ckpt.files.remove("../link")
+
+    assert os.listdir(tmp_path) == ["here"]
+
+
 def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path):
     write(tmp_path / "there", TREE)
     (tmp_path / "link").symlink_to("there")
