@@ -28,7 +28,7 @@ from ..format.digests import block_digest
 from ..host.loop import off_loop
 from ..host.waits import wait_for
 from ..runs.manifest import Archive, Manifest, RankFiles, SaveTimes, parse
-from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, spread_of, table_of
+from ..runs.receipts import NO_TABLE, Cause, Exchange, Lent, Receipt, Table, spread_of, table_of
 from .calls import AttemptPlace, Decision, JointSave, JointState, OwnPart
 from .comparison import Comparison
 from .meeting import in_words
@@ -57,7 +57,7 @@ class Agreement(Rendezvous):
         self.is_apart = False  # on rank 0: another rank has written its archive to another folder
         self.found = ""  # on rank 0: what the ranks have found in the values that they have written
         # on rank 0: the (group, step) pairs that archives of any rank refer to
-        self.lent: Collection[tuple[str, int]] = ()
+        self.lent: Collection[Lent] = ()
         self.spread: Mapping[str, Any] = {}  # on rank 0: how much longer some ranks took than others
 
     @property
@@ -106,13 +106,13 @@ class Agreement(Rendezvous):
         archive: Archive,
         times: SaveTimes,
         found: str = "",
-        lent: Sequence[tuple[str, int]] = (),
+        lent: Sequence[Lent] = (),
     ) -> RankFiles | None:
         """Report that this rank's archive is durable, after these `times`. On rank 0, wait for the reports of all
         ranks.
 
-        `found` describes what a check has found in the values, `lent` lists the (group, step) pairs that the archive
-        refers to. Raises PeerFailedError.
+        `found` describes what a check has found in the values, `lent` is what the archive refers to in
+        earlier steps. Raises PeerFailedError.
         """
         joint = self._joint
         part = joint.part
@@ -156,7 +156,7 @@ class Agreement(Rendezvous):
         if missing is not None:
             self._raise_missing_archive(missing)
         self.spread = spread_of(ordered)
-        self.lent = {(group, step) for receipt in ordered for group, step in receipt.lent}
+        self.lent = {(group, step, attempt) for receipt in ordered for group, step, attempt in receipt.lent}
         found = [f"rank {receipt.rank}: {receipt.found}" for receipt in ordered if receipt.found]
         self.found = "; ".join(found[:_RANKS_NAMED]) + (
             f"; and {len(found) - _RANKS_NAMED} more ranks" * (len(found) > _RANKS_NAMED)

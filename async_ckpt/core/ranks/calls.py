@@ -120,8 +120,7 @@ class JointSave:
     attempt: str = ""  # its name, the same on all ranks
     table: Table = EMPTY  # the table that determines this rank's share
     part: OwnPart | None = None  # once it is planned
-    # the number of the place that the save goes to; on another rank, the expected one until `begun` has resolved
-    place: int = 0
+    place: int = 0  # the number of the save's place; on another rank, the expected one until `begun` has resolved
     # the next place gets a copy at the same time; on another rank, valid once `begun` has resolved
     follows: bool = False
     # rank 0 will delete steps there before any rank writes; on another rank, valid once `begun` has resolved

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 from ...errors import CheckpointError, CorruptCheckpointError
 from ..fields import count, entries, items, row, table, text, whole
@@ -100,6 +100,10 @@ def is_beside(name: str) -> bool:
     return re.fullmatch(_BESIDE, name) is not None
 
 
+# A group, and the step and the attempt that lend some of its tensors.
+Lent: TypeAlias = tuple[str, int, str]
+
+
 class Receipt(NamedTuple):
     """One rank's report on an attempt: its archive is durable.
 
@@ -109,7 +113,7 @@ class Receipt(NamedTuple):
     digest of the values that the rank compared with other ranks in this save, `NO_TABLE` for none. The balances of all
     ranks that share add up (see `slicing.shares`). `seconds` is the time from the call until the archive was durable,
     and `stall_seconds` the stall of the training. `has_details`: the rank has put an object with more. `found` names
-    tensors with values that are not finite. `lent` are borrowed groups, with the steps that lend them.
+    tensors with values that are not finite. `lent` is what its archive refers to in earlier steps.
     """
 
     rank: int
@@ -124,7 +128,7 @@ class Receipt(NamedTuple):
     stall_seconds: float = 0.0
     has_details: bool = False
     found: str = ""
-    lent: Sequence[tuple[str, int]] = ()
+    lent: Sequence[Lent] = ()
 
 
 def spread_of(receipts: Sequence[Receipt]) -> dict[str, Any]:

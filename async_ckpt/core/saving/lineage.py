@@ -96,10 +96,6 @@ class Lineage:
         return tuple(sorted(same.union(borrowed)))
 
     @property
-    def has_one_root(self) -> bool:
-        return len(self.roots.runs) == 1
-
-    @property
     def retire(self) -> bool:
         """True if a commit takes newer steps out of the run: the user allows it, or they are damaged."""
         return self._may_retire or bool(self.damaged)

@@ -31,8 +31,9 @@ from ..ranks.one_off import STEP, OneOffFolder
 from ..ranks.peers import Ranks
 from ..ranks.world import ranks
 from ..report import SaveReport
-from ..runs.manifest import Archive, GroupLocation, Manifest, RankFiles, SaveTimes
+from ..runs.manifest import Archive, GroupLocation, Manifest, RankFiles, SaveTimes, attempt_of
 from ..runs.marks import BAD, Mark
+from ..runs.receipts import Lent
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
 from ..storage.interface import Sink
@@ -92,8 +93,8 @@ class JointTarget(Target):
         """The path of this rank's archive, once the attempt has its name."""
 
     @property
-    def _lent(self) -> Sequence[tuple[str, int]]:
-        """(group, step) for each group in which this rank's archive refers to an earlier step."""
+    def _lent(self) -> Sequence[Lent]:
+        """What this rank's archive refers to in earlier steps."""
         return ()
 
     async def agree(self, archive: Archive, times: SaveTimes) -> None:
@@ -218,7 +219,7 @@ class StepTarget(JointTarget):
         folder = run.folder(call.step)
         name = folder if agreement.has_others else run.attempt_path(call.step, agreement.attempt)
         super().__init__(run.storage, name)
-        self.has_further_places = not lineage.has_one_root
+        self.has_further_places = len(lineage.roots.runs) > 1
         self._lineage, self._call, self._agreement = lineage, call, agreement
         self._check = StepAdmission(lineage, run, call, agreement)
         self.contents = StepContents(call)
@@ -241,8 +242,9 @@ class StepTarget(JointTarget):
         return self._lineage.roots.runs[self._agreement.place]
 
     @property
-    def _lent(self) -> Sequence[tuple[str, int]]:
-        return () if self.contents.over is None else [*self.contents.over.locations]
+    def _lent(self) -> Sequence[Lent]:
+        over = self.contents.over
+        return () if over is None else [_as_lent(location) for location in over.locations.values()]
 
     def _archive_path(self) -> str:
         return self.run.attempt_path(self._call.step, self._token, self._agreement.rank)
@@ -328,9 +330,9 @@ class StepTarget(JointTarget):
         if self._agreement.has_others:
             self.run.check_taken()  # the other ranks learn of a commit from its manifest, so it must not be void
             if self.has_further_places:  # the other ranks have expected the place of the last commit
-                borrowed = {lent.step for lent in self.contents.lent()}.union(step for _, step in self._agreement.lent)
-                for step in sorted(borrowed):
-                    self._lineage.tiers.bring(self.run, step)
+                borrowed = {*map(_as_lent, self.contents.lent()), *self._agreement.lent}
+                for step, attempt in sorted({(step, attempt) for _, step, attempt in borrowed}):
+                    self._lineage.tiers.bring(self.run, step, attempt)
         elsewhere = (*self.contents.lent(), *self._lent_to_others(), *self._write_driver())
         manifest = self._put_manifest(archive, times, elsewhere)
         self._close_driver()
@@ -343,13 +345,17 @@ class StepTarget(JointTarget):
             self._announce()
 
     def _lent_to_others(self) -> list[GroupLocation]:
-        """The archives of earlier steps that archives of other ranks refer to, but this rank's does not."""
-        own = {(lent.group, lent.step) for lent in self.contents.lent()}
-        others = [(group, step) for group, step in self._agreement.lent if (group, step) not in own]
-        return [
-            GroupLocation(group, step, self.run.folder(step), self.run.manifest(step).lenders[0], in_part=True)
-            for group, step in sorted(others)
-        ]
+        """The archives of earlier steps that archives of other ranks refer to, but this rank's does not.
+
+        Raises NotCommittedError if the place does not have them.
+        """
+        others, locations = {*self._agreement.lent}.difference(map(_as_lent, self.contents.lent())), []
+        for group, step, attempt in sorted(others):
+            manifest = self.run.manifest(step)
+            if manifest.attempt != attempt:
+                raise NotCommittedError(f"step {step} was replaced, which this step borrows from", path="", step=step)
+            locations.append(GroupLocation(group, step, self.run.folder(step), manifest.lenders[0], in_part=True))
+        return locations
 
     def _put_manifest(self, archive: Archive, times: SaveTimes, elsewhere: tuple[GroupLocation, ...]) -> Manifest:
         try:
@@ -482,7 +488,7 @@ class StepTarget(JointTarget):
             unchanged=report.unchanged_groups,
             borrowed={lent.group: lent.step for lent in self.contents.lent()},
             record=brief(self._call.record),
-            destinations=[] if self._lineage.has_one_root else [*map(asdict, report.destinations)],
+            destinations=[*map(asdict, report.destinations)] if self.has_further_places else [],
             world_size=self._agreement.world_size,
             **self._agreement.spread,
         )
@@ -501,6 +507,10 @@ class StepTarget(JointTarget):
         get_loop().note_call(quiet)
 
 
+def _as_lent(location: GroupLocation) -> Lent:
+    return location.group, location.step, attempt_of(location.archive.name)
+
+
 def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> StepTarget:
     """Begin an attempt at a step, of all ranks together if there are several. Raises what refuses it."""
     joint, runs = call.joint, lineage.roots.runs
@@ -513,7 +523,7 @@ def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> StepTarget:
             joint.follows = mover is not None and mover.may_follow(call.step)
             joint.makes_room = runs[joint.place].keep.free is not None
         else:
-            joint.place = lineage.tiers.nearest
+            joint.place = runs.index(lineage.tiers.near)
         from ..ranks.agreement import Agreement
 
         ranks.calls.plan(joint)

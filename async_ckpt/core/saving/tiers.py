@@ -67,14 +67,13 @@ class Tiers:
         ranks: Ranks,
     ) -> None:
         """`in_flight` lists the steps that retention must not delete at a place. With several ranks, rank 0 copies."""
-        self.runs, self._calls, self._in_flight = roots.runs, ranks.calls, in_flight
-        self._roots, self._copy_step = roots, copy_step
+        self.runs, self._calls, self._in_flight, self._copy_step = roots.runs, ranks.calls, in_flight, copy_step
         self._lock = threading.Lock()
         self._out: dict[Run, _Out] = {}  # places that are skipped; under _lock
         self._num_bytes = 0  # the size of the last committed step
         self._promised: tuple[int, int] | None = None  # the place and the step that the newest handle waits for
         # where the newest step is; whether this rank has committed
-        self._near, self._has_committed = self.runs[0], False
+        self.near, self._has_committed = self.runs[0], False
         self._is_finished = False
         self.exit_timeout: float | None = None  # seconds that the interpreter's exit waits for copies
         self.movers = [
@@ -164,7 +163,7 @@ class Tiers:
         """Note that a step was committed at a place, so that the places behind it lack it."""
         if isinstance(run.storage, OneOfNodes):
             _all.add(self)  # rank 0 copies from this node's disk, so the exit must wait
-        self._near = run
+        self.near = run
         for mover in self.movers[max(0, self.runs.index(run) - 1) :]:
             if mover.run is run:
                 mover.arrivals.arrived(step)
@@ -178,28 +177,17 @@ class Tiers:
         else:
             arrivals.fail_impatient(why, step)
 
-    @property
-    def nearest(self) -> int:
-        """The number of the place of the last commit."""
-        return self.runs.index(self._near)
-
-    def bring(self, run: Run, step: int) -> None:
-        """Copy a step to a place where another step that borrows from it is about to be committed, unless it is there.
-
-        Raises the error of the nearest other place that has it.
+    def bring(self, run: Run, step: int, attempt: str) -> None:
+        """Copy a step to a place where another step that borrows from it is about to be committed, unless the place
+        has it, or no place does. Raises the errors of the copy.
         """
-        if run.committed(step) is not None:
-            return
-        errors: list[CheckpointError] = []
-        for source in self._roots.holding(step):
-            try:
-                with run.copying:
-                    self._copy_step(source, run, step)
-            except CheckpointError as error:
-                errors.append(error)
-            else:
+        for source in (run, *(other for other in self.runs if other is not run)):
+            manifest = source.committed(step)
+            if manifest is not None and manifest.attempt == attempt:
+                if source is not run:
+                    with run.copying:
+                        self._copy_step(source, run, step)
                 return
-        raise errors[0]
 
     def wake(self, after: Run | None = None) -> None:
         """Begin to copy steps from nearer places to the places behind `after`, or to all."""
@@ -271,7 +259,7 @@ class Tiers:
     def is_safe(self) -> bool:
         """True if a lasting place has the newest step, as far as known, or if there is no lasting place behind."""
         behind = [mover for mover in self.movers if not mover.run.is_volatile]
-        return not (self._near.is_volatile and behind) or any(mover.arrivals.missing() is None for mover in behind)
+        return not (self.near.is_volatile and behind) or any(mover.arrivals.missing() is None for mover in behind)
 
     @property
     def has_lost(self) -> bool:
@@ -343,7 +331,7 @@ class Tiers:
     def _left(self) -> list[str]:
         """The steps that further places lack at the end, in words, and what to do."""
         left = [(mover.arrivals.error, words) for mover in self.movers if (words := mover.arrivals.lag())]
-        move = "" if self._is_read_by_others else f"`async-ckpt move {self._near.storage.locate('')} --once` or "
+        move = "" if self._is_read_by_others else f"`async-ckpt move {self.near.storage.locate('')} --once` or "
         then = f"; {move}the next start of the training copies it"
         return [words if isinstance(error, ConflictError) else words + then for error, words in left]
 
