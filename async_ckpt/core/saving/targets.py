@@ -94,7 +94,7 @@ class JointTarget(Target):
 
     @property
     def _lent(self) -> Sequence[Lent]:
-        """What this rank's archive refers to in earlier steps."""
+        """The groups of earlier steps that this rank's archive refers to."""
         return ()
 
     async def agree(self, archive: Archive, times: SaveTimes) -> None:
