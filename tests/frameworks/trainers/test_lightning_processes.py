@@ -70,8 +70,8 @@ def test_whenever_a_training_is_killed_its_newest_checkpoint_is_whole_and_it_goe
         assert killed.status in (-signal.SIGKILL, 0), killed.err
         whole, resumed, _ = trained(nursery, folder, save_last)
         last = whole.get("last.ckpt", 0)
-        # The link may not have moved yet to the newest file, nor the oldest be removed; each is whole.
-        assert {*whole.values()} <= {last - 1, last, last + (save_last == "link")}
+        # The link, which moves on another thread, may lead to an older file than the newest, and an old one may still be there.
+        assert {*whole.values()} <= {*range(last - 1, 13 if save_last == "link" else last + 1)}
         assert resumed == {step: losses[step] for step in map(str, range(last, 12))}
         assert loaded(folder / "last.ckpt")["global_step"] == 12
         # The first save may have been alone in the folder: its file is older than what the training knows of.
