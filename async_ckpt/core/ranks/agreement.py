@@ -28,7 +28,7 @@ from ..format.digests import block_digest
 from ..host.loop import off_loop
 from ..host.waits import wait_for
 from ..runs.manifest import Archive, Manifest, RankFiles, SaveTimes, parse
-from ..runs.receipts import NO_TABLE, Cause, Exchange, Lent, Receipt, Table, spread_of, table_of
+from ..runs.receipts import EMPTY, NO_TABLE, Cause, Exchange, Lent, Receipt, Table, spread_of, table_of
 from .calls import AttemptPlace, Decision, JointSave, JointState, OwnPart
 from .comparison import Comparison
 from .meeting import in_words
@@ -62,8 +62,8 @@ class Agreement(Rendezvous):
 
     @property
     def is_announced(self) -> bool:
-        """True on another rank if rank 0 has announced that the save is committed."""
-        return self._joint.decision is not None and self._joint.decision.kind == "committed"
+        """True on another rank if rank 0 has announced that the save is committed, or may be."""
+        return self._joint.decision is not None and self._joint.decision.kind != "failed"
 
     @property
     def fails_elsewhere(self) -> bool:
@@ -209,7 +209,8 @@ class Agreement(Rendezvous):
             await off_loop(partial(self._run.look_again, found))
         except RunTakenError as error:
             raise PeerFailedError(str(error), rank=0, undecided=True) from error
-        self._is_committed(await off_loop(partial(self._table_after, found)))
+        # Rank 0 does not know of the commit, so all ranks divide the next save anew; unless nothing was heard of it.
+        self._is_committed(EMPTY if decision else await off_loop(partial(self._table_after, found)))
         return found
 
     async def _manifest_there(self) -> Manifest | None:

@@ -473,7 +473,7 @@ class Calls:
             if word["decision"] == "failed":
                 joint.causes += causes
                 self._decide(joint, JointState.REFUSED, None)
-            if word["decision"] == "committed" and joint.step is not None and not joint.path:
+            elif joint.step is not None and not joint.path:  # it is committed, or may be
                 self.on_commit(joint.place, joint.step)  # before the words that it was copied
             joint.bell.set()
 

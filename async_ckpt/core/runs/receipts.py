@@ -79,6 +79,7 @@ _RECORD: Final = struct.Struct("<Q16s")
 _ALL: Final = r"archives\.([0-9a-f]{8})\.bin"
 _FOLDER: Final = r"receipts\.[0-9a-f]{8}"
 _BESIDE: Final = r"verdict\.[0-9a-f]{8}\.json|layout\.[0-9a-f]{8}(\.rebuilt)?\.json|archives\.[0-9a-f]{8}\.bin"
+Lent: TypeAlias = tuple[str, int, str]  # a group, and the step and the attempt that lend some of its tensors
 
 
 def layout_name(attempt: str) -> str:
@@ -98,10 +99,6 @@ def is_receipt_folder(name: str) -> bool:
 def is_beside(name: str) -> bool:
     """True for the name of an object that an attempt of several ranks writes beside its archives."""
     return re.fullmatch(_BESIDE, name) is not None
-
-
-# A group, and the step and the attempt that lend some of its tensors.
-Lent: TypeAlias = tuple[str, int, str]
 
 
 class Receipt(NamedTuple):

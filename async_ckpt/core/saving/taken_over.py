@@ -74,8 +74,7 @@ class _Saved(NamedTuple):
     extent: Extent
     digest: bytes
     archive_name: str
-    run: Run
-    """The run at the place of that commit, which may be another place than that of the next save."""
+    run: Run  # at the place of that commit, which may be another than that of the next save
     location: GroupLocation
 
     def is_of(self, other: _Candidate) -> bool:

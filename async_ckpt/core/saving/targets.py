@@ -431,7 +431,12 @@ class StepTarget(JointTarget):
             self._lineage.tiers.failed(
                 self.run, error, num_bytes=self._num_bytes, for_good=is_apart, on_other_rank=on_other_rank
             )
-        return super().refuse(error)
+        is_refused = super().refuse(error)
+        joint = self._call.joint
+        if joint is not None and joint.maybe_put:  # other ranks may find the manifest, and wait for copies of the step
+            self._lineage.tiers.note_commit(self.run, self._call.step)
+            self._lineage.tiers.wake(after=self.run)
+        return is_refused
 
     def unchanged_in(self, digests: Mapping[str, GroupDigest]) -> tuple[str, ...]:
         over = self.contents.over

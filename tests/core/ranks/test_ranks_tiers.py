@@ -136,6 +136,33 @@ here.tell(type(handle.exception(PATIENCE)).__name__)
     assert open_run(roots[0]).steps() == [1]
 
 
+@pytest.mark.parametrize("reads", [True, False], ids=["found", "unknown"])
+def test_a_step_whose_commit_rank_0_could_not_see_leaves_the_memory_all_the_same(worlds, roots, reads):
+    """The manifest is there, but its put has failed: the other ranks go by it."""
+    script = f"""
+real, looks = LocalStorage.put_new, [{int(not reads)}]
+def put_and_fail(disk, path, data, *more, **options):
+    answer = real(disk, path, data, *more, **options)
+    if "/near" in str(disk.locate(path)) and path.endswith("step_00000002/manifest.json"):
+        at("read", "/near/step_00000002/manifest.json", away, times=looks[0])
+        away()
+    return answer
+if here.rank == 0:
+    LocalStorage.put_new = put_and_fail
+for step in (1, 2, 3, 4):
+    try:
+        here.tell(ckpt.save(small(step), step).result(PATIENCE).status)
+    except CheckpointError as error:
+        here.tell(type(error).__name__)
+"""
+    memory = f"Place({str(roots[0])!r}, volatile=True)"
+    first, second = run(worlds, script, memory, roots[1])
+
+    assert first.told == ["committed", "StorageUnavailableError", "committed", "committed"]
+    assert second.told == ["committed"] * 4
+    assert {2, 4} <= {*open_run(roots[1]).steps()}
+
+
 def test_the_handles_of_all_ranks_fail_with_the_copy_and_the_step_follows(worlds, roots):
     script = """
 down = [True]

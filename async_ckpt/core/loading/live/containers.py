@@ -61,9 +61,7 @@ class Change(NamedTuple):
 
 
 def take_actions(actions: Iterable[Callable[[], None]]) -> None:
-    """Take the actions that follow once all tensors are filled. If one of them fails, its error says what that means.
-    Most likely, it is the error of an object's own `load_state_dict`.
-    """
+    """Take the actions that follow once all tensors are filled. An error, as of `load_state_dict`, gets a note."""
     with torch.no_grad():
         for action in actions:
             try:
