@@ -201,6 +201,7 @@ class Here:
         self._folder = Path(os.environ["WORLD_FOLDER"])
         if os.environ["WORLD_HAS_GROUP"] == "True":
             dist.init_process_group("gloo")
+            self.meet("connected")  # gloo fails on a rank that still connects to one that has left
         torch.manual_seed(0)
 
     def leave(self) -> None:
