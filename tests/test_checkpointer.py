@@ -5,6 +5,7 @@ import logging
 import math
 import threading
 import time
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -386,6 +387,20 @@ def test_an_error_nobody_looked_at_is_a_warning_at_the_next_save_alone_which_pro
         ckpt.save(state_at(3), step=3).result()  # it is said once: a second warning would be an error
         with pytest.raises(StorageFullError):
             ckpt.wait()
+
+
+def test_each_of_many_errors_nobody_looked_at_is_one_warning(tmp_path):
+    with open_run(tmp_path) as ckpt, scripted(ckpt) as disk, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(1, 13):
+            disk.fail("write", error=FULL)
+            until(ckpt.save(state_at(step), step).done)
+        ckpt.save(state_at(13), 13).result()
+        with pytest.raises(StorageFullError):
+            ckpt.wait()
+
+    assert [f"step_{step:08d}" in str(told[step - 1].message) for step in range(1, 13)] == [True] * 12
+    assert len(told) == 12
 
 
 def test_wait_raises_the_first_unseen_error_and_mentions_the_others(tmp_path):

@@ -57,6 +57,7 @@ class SaveHandle(Future[SaveReport]):
         # resolves when one place has it, or the save has failed; `result` may wait for further places
         self.committed: Future[SaveReport] = running_future()
         self.looked_at = False  # the outcome was retrieved; a race costs at most one superfluous warning
+        self.is_reported = False  # a warning has named its error, or the caller raises it; the exit reports it anyway
         self.set_running_or_notify_cancel()
         super().add_done_callback(lambda _: self._end())
 

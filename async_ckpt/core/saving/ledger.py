@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from math import nan
 from typing import Any, Final
-from weakref import WeakSet
 
 from ...errors import ClosedError, SaveAbandonedError, UsageError
 from ..host import waits
@@ -43,18 +42,11 @@ _log = logging.getLogger("async_ckpt")
 # Saves that have not finished, or whose failure nobody has seen, oldest first. Replaced as a whole on the loop's
 # thread, which no signal interrupts; any thread reads it.
 _saves: list[tuple[Ledger, Save]] = []
-# Handles for which saves emit no warning, since their callers raise the errors.
-_raised_by_callers: WeakSet[SaveHandle] = WeakSet()
 
 
 def all_saves() -> list[Save]:
     """The saves of this process that have not finished, or whose failure nobody has seen."""
     return [save for _, save in _saves]
-
-
-def leave_warning(handle: SaveHandle) -> None:
-    """Suppress later saves' warnings about this one, since the caller raises its error. The exit still reports it."""
-    _raised_by_callers.add(handle)
 
 
 def wait_for_ends(handles: Sequence[SaveHandle]) -> None:
@@ -103,7 +95,6 @@ class Ledger:
         self._last_report: SaveReport | None = None
         self._stall_seconds = 0.0
         self._num_committed = self._num_failed = self._num_cleanup_failures = 0
-        self._warned: list[SaveHandle] = []  # replaced as a whole, by callers of `save`
         self._skips = itertools.count(1)
         self._num_skipped = 0
 
@@ -218,7 +209,7 @@ class Ledger:
         for save in begun if overwrites else ():
             save.staged.exception()
         wait_for_decisions(undecided, Wait(f"in {reader}", ENDS_THE_WAIT), meanwhile)
-        unseen = [handle for handle in self.unseen() if handle not in self._warned]
+        unseen = [handle for handle in self.unseen() if not handle.is_reported]
         waited_for = [save.handle for save in undecided if save.has_failed and save.handle not in unseen]
         for handle in (*waited_for, *unseen):
             self._warn(handle, f"{reader} continues without {name_of(handle)}, which was", _user_stacklevel())
@@ -228,12 +219,11 @@ class Ledger:
         if self._strict:
             raise_error_of(self.unseen())
         for handle in self.unseen():
-            if handle not in self._warned and handle not in _raised_by_callers:
+            if not handle.is_reported:
                 self._warn(handle, f"{handle.path} was", stacklevel + 1)
 
     def _warn(self, handle: SaveHandle, subject: str, stacklevel: int) -> None:
-        if handle not in self._warned:
-            self._warned = [*self._warned[-8:], handle]
+        handle.is_reported = True
         error = Future.exception(handle)
         warnings.warn(f"{subject} not saved: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=stacklevel)
 

@@ -104,7 +104,7 @@ class SaveQueue:
         Without an `entry`, as on ranks other than 0, the save is not in the history.
         """
         for handle in handles:
-            ledger.leave_warning(handle)  # an error just before the next save is raised by the one after that
+            handle.is_reported = True  # an error just before the next save is raised by the one after that
         ended: Future[None] = threads.running_future()
         second = None if twin is None else path_key(twin)
         save = _Queued(path_key(path), ended, tuple(handles), step, waited_seconds, held_seconds, second, report)
