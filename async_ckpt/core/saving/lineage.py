@@ -375,13 +375,12 @@ class UnchangedGroups:
         return {key: _entry(state, key) for key in state if key not in absent}, tuple(borrowed)
 
     def forget(self, step: int | None) -> None:
-        """Stop lending groups of a step that is gone; with several ranks, keep them: other ranks may rely on them."""
+        """Stop lending groups of a step that is gone. Called only with one rank: other ranks may rely on them."""
         with self._lock:
-            if all(known.since == _FIRST for known in self._known):
-                self._known = [
-                    known._replace(groups={name: group for name, group in known.groups.items() if group.step != step})
-                    for known in self._known
-                ]
+            self._known = [
+                known._replace(groups={name: group for name, group in known.groups.items() if group.step != step})
+                for known in self._known
+            ]
 
     def lenders(self) -> set[int]:
         """The steps that the next save may borrow from."""

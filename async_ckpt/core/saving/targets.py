@@ -358,24 +358,20 @@ class StepTarget(JointTarget):
         return locations
 
     def _put_manifest(self, archive: Archive, times: SaveTimes, elsewhere: tuple[GroupLocation, ...]) -> Manifest:
-        try:
-            with self._agreement.committing(), self._check.telling_ranks():
-                return self.run.commit(
-                    self._call.step,
-                    self._token,
-                    (archive,),
-                    replaces=self._replaces,
-                    retire=self._lineage.retire,
-                    record=self._call.record,
-                    elsewhere=elsewhere,
-                    ranks=self._of_ranks,
-                    world_size=self._agreement.world_size,
-                    times=times,
-                    known_elsewhere=self._lineage.roots.known_elsewhere(self.run),
-                )
-        except NotCommittedError as error:
-            self._lineage.groups.forget(error.step)
-            raise
+        with self._agreement.committing(), self._check.telling_ranks():
+            return self.run.commit(
+                self._call.step,
+                self._token,
+                (archive,),
+                replaces=self._replaces,
+                retire=self._lineage.retire,
+                record=self._call.record,
+                elsewhere=elsewhere,
+                ranks=self._of_ranks,
+                world_size=self._agreement.world_size,
+                times=times,
+                known_elsewhere=self._lineage.roots.known_elsewhere(self.run),
+            )
 
     def _is_committed_as(self, manifest: Manifest, archive: Archive) -> None:
         self.num_bytes_beside = manifest.num_bytes - archive.num_bytes
@@ -426,6 +422,8 @@ class StepTarget(JointTarget):
 
     def refuse(self, error: BaseException) -> bool:
         self._lineage.tensors.forget()  # the lending step may be gone, so the next save is written whole
+        if isinstance(error, NotCommittedError) and self._call.joint is None:  # else, other ranks may rely on it
+            self._lineage.groups.forget(error.step)
         is_apart, on_other_rank = self._agreement.is_apart, self._agreement.fails_elsewhere
         if is_apart or on_other_rank or isinstance(error, StorageUnavailableError | StorageFullError):
             self._lineage.tiers.failed(

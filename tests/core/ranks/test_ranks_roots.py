@@ -33,6 +33,32 @@ def test_a_store_is_a_root_like_any_other(worlds, s3, bucket):
     assert not [key for key in s3.keys(bucket) if "receipts" in key]
 
 
+GONE = """
+state = {{"ref": {{"w": numbered(9)}}, "model": {{"w": numbered(7)}}}}
+with open_run({root}) as ckpt:
+    here.save(ckpt, state, 1)
+with open_run({root}) as ckpt:
+    ckpt.restore(state)
+    if here.rank:
+        here.say("restored")
+    else:
+        here.hear("restored")
+        files.remove({step})
+    for step in (2, 3):
+        here.save(ckpt, state, step, unchanged=["ref"])
+    here.save(ckpt, state, 4)
+"""
+
+
+def test_no_rank_alone_forgets_that_it_may_borrow_from_a_restored_step_that_is_gone(worlds, s3, bucket):
+    root, step = (f"Place('s3://{bucket}/run{path}', options={s3.options})" for path in ("", "/step_00000001"))
+    ended = worlds.run(2, "from async_ckpt import Place, files\n" + GONE.format(root=root, step=step))
+
+    for one in ended:
+        assert [save.get("status") for save in one.saves] == ["committed", None, None, "committed"]
+    assert ["borrows ref from step 1" in save["text"] for save in ended[0].saves[1:3]] == [True, True]
+
+
 # As where each node has a disk of its own.
 LOCAL = """
 with open_run(f"{here.root}/node{here.rank}"{options}) as ckpt:
